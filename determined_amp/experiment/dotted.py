@@ -40,7 +40,7 @@ def flat(config: Config) -> Values:
 
 
 def leaves(config: Config) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each value with the keys that lead to it; an empty section has none.
+    """Each value with the keys that lead to it. An empty section has no values.
 
     A search space stays one value; `{type: const, val: x}` becomes x.
     """

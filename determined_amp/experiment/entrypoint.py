@@ -1,4 +1,4 @@
-"""The entrypoint of an experiment: a command of this library, or a trial class."""
+"""Reads the entrypoint of an experiment: a command of this library, or a class."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TypeGuard
 
-# How many batches are scored, or used by the finder, without `--batches`, and with it
-# at most: all are in memory at once, and a few are enough.
+# The default and the limit of `--batches` for `score` and `find`. All batches are in
+# memory at once, and a few are enough.
 BATCHES, MOST_BATCHES = 4, 1000
 
 # Matches an entrypoint that Determined itself imports.
 _CLASS = re.compile(r"[\w.]+:[\w.]+")
 
-# What starts this library, as a module or as an installed program.
+# The names that start this library, as a module or as an installed program.
 _PROGRAM = ("determined_amp", "det-amp")
 
 # Determined's own programs, which train the class that `--trial` names.
 _LAUNCHER = re.compile(r"determined\.(launch\.\w+|exec\.harness)")
 
-# The task reads all of its options, and refuses what is wrong with them.
+# Only these options matter here. The task itself reads and checks all of its options.
 _OPTIONS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 for _name in ("--trial", "--batches"):
     _OPTIONS.add_argument(_name, nargs="?")
@@ -38,8 +38,8 @@ def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
     `batches`.
 
     Returns:
-        An empty command if it runs another program, or is no command; `train` for a
-            launcher of Determined with `--trial`. An option is None without a value.
+        The command is `train` for a launcher of Determined with `--trial`, and empty
+            for any other program. An option without a value is None.
     """
     words: list[str] = []
     if isinstance(entrypoint, list):

@@ -1,10 +1,9 @@
-"""Reads any trial's experiment YAML, in either form, into a typed object; names every
-mistake.
+"""Reads any trial's experiment YAML, in either form, and names every mistake.
 
-The way of a configuration: `read_yaml` reads it. `experiment_in` translates
-Determined's form into ours, and checks all that needs neither the trial nor torch,
-which takes seconds to import. `Experiment.with_trial` imports the trial, and checks
-what only its classes know.
+`read_yaml` reads the file. `experiment_in` translates Determined's form into ours, and
+checks all that needs neither the trial nor torch, which takes seconds to import.
+`Experiment.with_trial` imports the trial, and checks the sections that only its classes
+know.
 
 Determined 0.38.1 reads some keys only for its legacy entrypoints. They have no effect
 for a script that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these
@@ -78,8 +77,7 @@ _ONE_VALUE = (
 
 _A_TRIAL = "; allowed: module:Class of a PyTorchTrial"
 
-# The hyperparameter that sets the seed of a trial, in place of one that the platform
-# draws.
+# This hyperparameter sets the seed of a trial. Without it, the platform draws a seed.
 TRIAL_SEED = "trial_seed"
 
 
@@ -175,7 +173,7 @@ class CommonHyperparameters:
     trial_seed: int | None = setting(None, at_least=0, at_most=2**32 - 1)
 
 
-# The attribute of a context with the experiment that it was made for.
+# This attribute of a context has the experiment of its trial.
 _ATTRIBUTE = "determined_amp_experiment"
 
 
@@ -183,21 +181,22 @@ _ATTRIBUTE = "determined_amp_experiment"
 class Experiment(CommonHyperparameters):
     """An experiment configuration, read once in a process.
 
-    What differs between runs is a field, so `dataclasses.replace(experiment, amp=...,
-    training=..., seed=...)` is another experiment, whose `config` says the same.
+    Everything that differs between runs is a field. So `dataclasses.replace(experiment,
+    amp=..., training=..., seed=...)` makes another experiment, with a `config` that
+    agrees.
 
-    What needs the trial is read when it is first asked for, and raises a `ConfigError`
-    that names every mistake; `with_trial` asks for all of it.
+    The properties that need the trial import it on first use, and raise a `ConfigError`
+    that names every mistake. `with_trial` checks all of them at once.
     """
 
-    source: str  # where it comes from, for error messages
-    # The configuration as it was given, with the values and the trial of this
-    # experiment.
+    source: str  # the name of the configuration, for error messages
+    # The configuration from the user, with the hyperparameters and the import path of
+    # this trial.
     given: Config = dataclasses.field(repr=False)
     trial: str  # import path of the factory, `module:name`
-    trial_key: str  # the key or the option that names it
+    trial_key: str  # the key or the option that names the trial
     platform: Platform  # Determined's own sections
-    seed: int  # of a local run
+    seed: int  # the seed of a local run
 
     @staticmethod
     def of(context: pytorch.PyTorchTrialContext) -> Experiment | None:
@@ -206,7 +205,7 @@ class Experiment(CommonHyperparameters):
         return experiment
 
     def __getstate__(self) -> Values:
-        """What a process of a search gets: it imports the trial itself."""
+        """The fields alone: a process of a search imports the trial itself."""
         fields = dataclasses.fields(self)
         return {field.name: getattr(self, field.name) for field in fields}
 
@@ -264,7 +263,7 @@ class Experiment(CommonHyperparameters):
         return self.training.max_length
 
     def resolved(self) -> Config:
-        """All settings in our form, defaults included, as a run is recorded."""
+        """All settings in our form, defaults included, for the record of a run."""
         own = {"trial": self.trial, "global_batch_size": None, **self.hyperparameters}
         if self.hparams is not None:
             own = plain(self.hparams)
@@ -286,7 +285,7 @@ class Experiment(CommonHyperparameters):
 
     @property
     def hyperparameters(self) -> Config:
-        """Those that the trial gets; `{type: const, val: x}` is x."""
+        """The hyperparameters that the trial gets; `{type: const, val: x}` is x."""
         values: Config = self.config["hyperparameters"]
         return values if self.hparams is None else {**values, "trial": self.trial}
 
@@ -394,12 +393,12 @@ def experiment_in(
 
     Args:
         config: The experiment configuration, in either form.
-        source: Where it comes from, for the error message.
+        source: The name of the configuration, for the error message.
         trial: `module:Class` or `module:function`; by default the `--trial` of an
             entrypoint, else `hyperparameters.trial`, else an entrypoint of that form.
         hyperparameters: The hyperparameters that the searcher chose for this trial; by
             default those of `config`. An initial loss scale that was drawn from a range
-            is rounded to the nearest power of two: scaling by one is exact.
+            is rounded to the nearest power of two, which scales without error.
 
     Raises:
         ConfigError: naming every mistake.
@@ -433,7 +432,7 @@ def read_sections(
     Args:
         config: The experiment configuration, in either form.
         values: The hyperparameters of the trial.
-        source: Where they come from, for the error message.
+        source: The name of the configuration, for the error message.
         problems: Mistakes that are known already.
 
     Raises:
@@ -457,12 +456,11 @@ def parse(
     trial: str | None = None,
     hyperparameters: Config | None = None,
 ) -> Experiment:
-    """Read an experiment, and import its trial; the arguments are those of
-    `experiment_in`.
+    """Read an experiment, and import its trial. `experiment_in` explains the arguments.
 
     Raises:
-        ConfigError: naming every mistake. Those that only the trial's own classes show
-            are named when there are no others.
+        ConfigError: naming every mistake. Mistakes that only the trial's own classes
+            show are named if there are no others.
     """
     found = experiment_in(config, source, trial=trial, hyperparameters=hyperparameters)
     return found.with_trial()
@@ -487,7 +485,7 @@ def _read_common(
         text = f"got {shown(values['training'])}; allowed: a mapping of keys to values"
         problems.append(Problem("hyperparameters.training", text))
     translated = dict(values) if ours else in_our_form(config, values)
-    if not isinstance(values.get("amp"), Mapping):  # the trial's own
+    if not isinstance(values.get("amp"), Mapping):  # a value of the trial's own
         translated["amp"] = None
     common = read(CommonHyperparameters, translated, "hyperparameters", found)
     problems.extend(found if ours else map(in_their_words, found))
@@ -563,8 +561,8 @@ def _named_trial(
     option: str | None,
     problems: list[Problem],
 ) -> tuple[str, str]:
-    """The import path of the trial, and the key that has it; empty after appending a
-    problem.
+    """The import path of the trial, and the key that has it. If nothing names a trial,
+    both are empty and a problem is appended.
     """
     entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
@@ -588,7 +586,7 @@ def _named_trial(
 
 
 def _section(settings: Any, given: object = None) -> Values:
-    """Settings as a section of a YAML: those that were given, or are no default."""
+    """Settings as a section of a YAML, without defaults that were not given."""
     known = given if isinstance(given, Mapping) else {}
     section: Values = {}
     for field in dataclasses.fields(settings):

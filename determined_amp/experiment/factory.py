@@ -13,7 +13,7 @@ from determined import pytorch
 from determined_amp.amp.errors import ConfigError, near_name
 from determined_amp.experiment.trial_text import not_importable
 
-# Takes a context, and the hyperparameters if it requires a second argument.
+# A factory takes a context, and the hyperparameters if it needs a second argument.
 Factory = Callable[..., pytorch.PyTorchTrial]
 
 
@@ -21,8 +21,8 @@ def load_factory(import_path: str) -> Factory:
     """The trial class, or the function that makes a trial, at `module:name`.
 
     Raises:
-        ValueError: if it cannot be imported, is not a trial, or needs more than these
-            two.
+        ValueError: if it cannot be imported, is not a trial, or needs other arguments
+            than a context and hyperparameters.
     """
     module_name, _, name = import_path.partition(":")
     try:
@@ -52,7 +52,7 @@ def load_factory(import_path: str) -> Factory:
 
 
 def _takes(factory: Factory, count: int) -> bool:
-    """Whether so many arguments suffice."""
+    """Whether `count` arguments suffice."""
     try:
         inspect.signature(factory).bind(*range(count))
     except TypeError:

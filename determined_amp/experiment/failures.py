@@ -1,6 +1,4 @@
-"""The errors that a user can fix: what programs say of them, and how they end a
-program.
-"""
+"""Explains the errors that a user can fix, and ends programs with one line."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from determined_amp.amp.users_code import is_users
 # trial.
 _NO_RETRY = "no retry can help: "
 
-# For a command, or a trial, that needs the number of samples in a batch.
+# A command or a trial needs the number of samples in a batch, and the YAML lacks it.
 MISSING_BATCH_SIZE = Problem(
     "hyperparameters.global_batch_size",
     "missing; allowed: the number of samples in a batch, over all slots, for instance "
     "by --config hyperparameters.global_batch_size=32",
 )
 
-# What Determined says to a trial that asks its context for a batch size without one.
+# Determined's message if a trial asks its context for a batch size that is not set.
 _NO_BATCH_SIZE = "batch_size is undefined in this Trial"
 
 # Torch's names of 16-bit dtypes in its messages; `scatter` has a message of its own.
@@ -42,8 +40,8 @@ _IN_16_BITS = re.compile(
     r"|Expected self\.dtype to be equal to src\.dtype"
 )
 
-# Why an operation in 16 bits can fail, by name; the first whose pattern fits counts.
-# Each has the pattern of torch's words, our words, and what to write.
+# The ways in which an operation in 16 bits can fail, by name: the pattern of torch's
+# message, our words, and what to write. The first pattern that fits counts.
 _FAULTS_IN_16_BITS = {
     "beyond_float16": (
         re.compile("without overflow"),
@@ -90,9 +88,9 @@ _FAULTS_IN_16_BITS = {
 def faults_of_the_trial() -> Iterator[None]:
     """Raise a `UserError` of one sentence for an error of a trial that a user can fix.
 
-    It is code that runs in float32 but not under autocast, a batch size that the YAML
-    lacks, a `UserError` from a loader process, to whose text torch adds the whole
-    traceback, or `sys.exit`: status 0 would say that it trained.
+    A user can fix code that runs in float32 but not under autocast, a batch size that
+    the YAML lacks, and a `UserError` from a loader process, to which torch adds the
+    whole traceback. A user can also fix `sys.exit`: its status 0 would claim success.
     """
     try:
         yield
@@ -103,7 +101,7 @@ def faults_of_the_trial() -> Iterator[None]:
             raise
         raise type(error)(message.strip()) from error
     except SystemExit as left:
-        if type(left) is not SystemExit:  # one of ours
+        if type(left) is not SystemExit:  # a subclass has a meaning of its own
             raise
         raise UserError(
             f"the trial called sys.exit({left.code!r}); allowed: an exception if it "
@@ -119,11 +117,10 @@ def faults_of_the_trial() -> Iterator[None]:
 
 
 def fault_in_16_bits(error: Exception) -> str | None:
-    """What is wrong in code that runs in float32 but not under autocast, and what to
-    write.
+    """Say why code runs in float32 but not under autocast, and what to write.
 
-    None for an error that has nothing to do with 16 bits, or that the user's own code
-    raises.
+    None if the error has nothing to do with 16 bits, or if the user's own code raises
+    it.
     """
     name = None if isinstance(error, UserError) else name_in_16_bits(str(error))
     if name is None:
@@ -141,8 +138,8 @@ def fault_in_16_bits(error: Exception) -> str | None:
 
 
 def name_in_16_bits(message: str) -> str | None:
-    """`beyond_float16`, `no_16_bit_kernel`, `mixed_dtypes`, or None: what a message is
-    about.
+    """The fault that a message is about: `beyond_float16`, `no_16_bit_kernel`,
+    `mixed_dtypes`, or None.
     """
     if _IN_16_BITS.search(message):
         for name, (words, _, _) in _FAULTS_IN_16_BITS.items():
@@ -152,15 +149,13 @@ def name_in_16_bits(message: str) -> str | None:
 
 
 def is_task() -> bool:
-    """Whether this process is the task of a trial on a cluster, which has its
-    configuration.
-    """
+    """Whether this process is the task of a trial on a cluster."""
     return os.environ.get("DET_TASK_TYPE") == "TRIAL"
 
 
 def print_failure(error: UserError) -> None:
-    """Print why the program ends; in a task with the words that keep a cluster from a
-    retry.
+    """Print why the program ends. In a task, begin with the words that keep a cluster
+    from a retry.
     """
     before = _NO_RETRY if is_task() else "error: "
     print(f"{before}{printable(str(error))}", file=sys.stderr, flush=True)
@@ -171,8 +166,7 @@ def ending_the_program() -> Iterator[None]:
     """Let a `UserError` that leaves this block end the program, unless it is caught.
 
     The program then prints one line and exits with status 2. Python passes an uncaught
-    error to `sys.excepthook`, so that is replaced now, and not before there is such an
-    error.
+    error to `sys.excepthook`. We replace that hook only after such an error.
     """
     try:
         yield

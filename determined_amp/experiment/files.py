@@ -1,4 +1,4 @@
-"""Writes files so that each is whole at any time: its old content or its new one."""
+"""Writes files so that each always has its whole old content or its whole new one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from determined_amp.amp.errors import nearest
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step: a killed process leaves the old content or the new
-    one.
-    """
+    """Replace a file in one step. A kill leaves the old content or the new one."""
     write_together({path: text.encode()})
 
 
@@ -23,7 +21,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     partials = {path: path.with_name(f".{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():
-            # a folder is refused before any file is replaced
+            # Writing to a folder fails here, before any file is replaced.
             _write(path if path.is_dir() else partials[path], content)
         for path, partial in partials.items():
             os.replace(partial, path)
@@ -36,16 +34,16 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        # an error on an open file names no file
+        # An error on an open file names no file.
         error.filename = error.filename or str(path)
         raise
 
 
 def near_path(path: Path) -> str:
-    """A question that names what may be meant by a path that is not there.
+    """Ask whether the user meant another path, because this one does not exist.
 
-    It is one of this name, one folder further down, or one beside it with a near name;
-    empty without either.
+    The other path has the same name one folder further down, or a near name in the same
+    folder. The question is empty if there is no such path.
     """
     try:
         beside = sorted(path.parent.iterdir())

@@ -1,5 +1,5 @@
-"""The machine of a run; reports compare runs of equal machines only, and read it
-without torch.
+"""Describes the machine of a run. Reports compare only runs on equal machines, and
+read a description without torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Machine:
 
     @property
     def facts(self) -> Values:
-        """What makes two trainings with equal settings different ones, by name."""
+        """The facts that must be equal for a fair comparison of two runs, by name."""
         return {name: getattr(self, name) for name in ("device", "slots", "torch")}
 
     @staticmethod
@@ -53,8 +53,7 @@ class Machine:
 
 
 def machine_of(device: torch.device, slots: int, versions: Values) -> Machine:
-    """The machine of a process that trains on a device, and those versions of other
-    packages.
+    """The machine of a process that trains on a device, with `versions` of packages.
 
     CPUs with different numbers of processors or threads count as different devices.
     """
@@ -77,14 +76,14 @@ def installed_version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the working directory, with `-dirty` after changes; None outside a
-    checkout.
+    """The commit of the working directory, with `-dirty` if files have changed; None
+    outside a checkout.
     """
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(
             describe, capture_output=True, text=True, errors="replace", check=False
         )
-    except OSError:  # without git
+    except OSError:  # git is not installed
         return None
     return done.stdout.strip() or None

@@ -2,10 +2,11 @@
 
 Determined's schema closes most sections of an experiment configuration: an unknown key
 there is a mistake. `hyperparameters` and `data` are the user's. A section `amp` in a
-wrong place would leave a run in float32 without a sign of it. So a word that only this
-library knows, such as `amp_fp16`, is a mistake in any other hyperparameter, and so is a
-section of our keys. A trial with AMP of its own may have hyperparameters such as `amp:
-true` and `precision: 16`: those are its own, and the first line of the log names them.
+wrong place would silently leave a run in float32. So a word that only this library
+knows, such as `amp_fp16`, is a mistake in a hyperparameter outside the section `amp`. A
+section `amp` with our keys in another place is a mistake, too. A trial with AMP of its
+own may have hyperparameters such as `amp: true` and `precision: 16`. These are no
+mistakes, and the first line of the log names them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _SECTIONS = {
         resource_pool shm_size slots slots_per_trial weight""",
 }
 
-# The keys of every searcher, and by its name those that it has besides.
+# The keys that every searcher has, and the further keys of each searcher by its name.
 _OF_EVERY_SEARCHER = """
 name metric smaller_is_better max_length source_trial_id source_checkpoint_uuid
 """
@@ -84,7 +85,7 @@ _KEYS_OF_OURS_ALONE = frozenset(
     ("eval_precision", "fp32_modules", "max_consecutive_skips", "max_skip_ratio")
 )
 
-# A precision that no other software calls so, alone or in a list.
+# The name of a precision that no other software uses, alone or in a list.
 _OURS_ALONE = re.compile(r"(?<![^'])amp[\W_]*(fp16|bf16)(?![^'])")
 
 # Words in the name of a hyperparameter that is about precision.
@@ -100,8 +101,7 @@ def misplaced(config: Config, values: Config) -> Iterator[Problem]:
 
     Args:
         config: An experiment configuration.
-        values: The hyperparameters of the trial, which count instead of those of
-            `config`.
+        values: The hyperparameters of the trial. Those of `config` are ignored.
     """
     yield from _unknown("", config, _TOP_LEVEL.split(), _OTHERWISE)
     for name, keys in _SECTIONS.items():
@@ -133,10 +133,10 @@ def of_the_trial(values: Config) -> list[str]:
 def _unknown(
     section: str, found: Any, allowed: Collection[str], otherwise: str = ""
 ) -> Iterator[Problem]:
-    """A problem for each key of a section that is not allowed; null is no key.
+    """A problem for each key of a section that is not allowed and has a value.
 
-    It has the nearest key; without a near one the text `otherwise`, or all that are
-    allowed.
+    The problem suggests the nearest key. If no key is near, it has the text
+    `otherwise`, or all allowed keys.
     """
     if not isinstance(found, Mapping):
         return

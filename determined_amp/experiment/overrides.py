@@ -1,4 +1,4 @@
-"""Changes to a configuration by the options `--config` and `--precision`."""
+"""Changes a configuration by the options `--config`, `--trial` and `--precision`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from determined_amp.experiment.entrypoint import command_in
 from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
-# A colon that YAML takes for a part of the key before it.
+# YAML reads a colon without a space after it as part of the key.
 _STUCK = re.compile(r"\w:\S")
 
 
 def with_overrides(
     config: Config, overrides: Sequence[str], option: str = "--config"
 ) -> Values:
-    """`config` with overrides of the form `a.b=value` applied; values are read as YAML.
+    """Apply overrides of the form `a.b=value` to a copy of `config`. Values are YAML.
 
-    A length has one unit, so `searcher.max_length.batches=40` takes the place of
-    another unit.
+    A length has one unit, so `searcher.max_length.batches=40` replaces another unit.
 
     Raises:
-        ConfigError: if an override is not of that form; it names the option.
+        ConfigError: if an override cannot be applied. The message names the option.
     """
     changed: Values = copy.deepcopy(dict(config))
     for override in overrides:
@@ -67,7 +66,7 @@ def in_precision(config: Config, precision: str | None) -> Config:
     """A configuration with the value of a `Precision`; None changes nothing.
 
     Raises:
-        ConfigError: if `hyperparameters.amp` is something else than a section.
+        ConfigError: if `hyperparameters.amp` is not a section.
     """
     if precision is None:
         return config

@@ -1,4 +1,4 @@
-"""Whether the loss scale of an experiment can be scored; read without torch."""
+"""Checks without torch whether the loss scale of an experiment can be scored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.finder.scale_score import Score
 
-# Of these metrics less is better.
+# For these metrics, less is better.
 _COSTS = ("loss_scale_score", "steps_lost", "flushed_share", "overflow")
 
 

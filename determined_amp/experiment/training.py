@@ -1,11 +1,10 @@
-"""How to train a trial: lengths and periods, from either form of an experiment
-configuration.
+"""Reads the lengths and periods of a training from either form of a configuration.
 
 Our form has the section `hyperparameters.training`, which a script on a cluster
 receives. Determined's own form has `searcher.max_length`, `min_validation_period`,
 `optimizations` and the like. Determined 0.38.1 reads them only for an entrypoint
-`module:Class`; they mean the same here. `in_our_form` translates them once. What reads
-the settings knows our form only.
+`module:Class`. They mean the same here. `in_our_form` translates them once, so all
+other code knows our form only.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _IN_WORDS = re.compile(rf"(?P<count>[0-9]{{1,19}}) (?P<unit>{'|'.join(LENGTH_UNI
 
 _TRAINING = "hyperparameters.training"
 
-# Determined's keys that have no effect for a script entrypoint: the name, the master's
-# default, and our key for the same, or another advice.
+# Determined's keys that have no effect for a script entrypoint. Each has its name, the
+# master's default, and our key with the same meaning or other advice.
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("searcher.max_length", None, f"{_TRAINING}.max_length"),
     ("min_validation_period", {"batches": 0}, f"{_TRAINING}.validation_period"),
@@ -42,11 +41,11 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("records_per_epoch", 0, "batches or epochs in hyperparameters.training"),
 )
 
-# By our key: the one of Determined's form.
+# Determined's key for each of our keys.
 DETERMINEDS_KEYS = {ours: theirs for theirs, _, ours in WITHOUT_EFFECT}
 
-# The lengths of `det experiment create --test`, which writes them in Determined's form
-# only.
+# `det experiment create --test` asks for these lengths, but writes them in Determined's
+# form only.
 _ONE_BATCH = {
     "max_length": {"batches": 1},
     "validation_period": {"batches": 1},
@@ -98,8 +97,8 @@ class TrainingSettings:
 
     # Length of the whole run. Without one a trial can be audited, but not trained.
     max_length: Length | None = setting(None)
-    # Interval of validations. One always follows the last batch; without a period it is
-    # the only one.
+    # Interval of validations. A validation always follows the last batch. Without a
+    # period it is the only one.
     validation_period: Length | None = setting(None)
     # Interval of checkpoints. The same rule applies.
     checkpoint_period: Length | None = setting(None)
@@ -118,9 +117,7 @@ def has_our_form(hyperparameters: Config) -> bool:
 
 
 def missing_length(key: str) -> Problem:
-    """The problem of a configuration without the length of a run, which this key
-    gives.
-    """
+    """The problem of a configuration that lacks this key, the length of a run."""
     text = (
         "missing; allowed: {batches: N} or {epochs: N}, for instance by --config "
         f"{key}.batches=100"
@@ -129,8 +126,8 @@ def missing_length(key: str) -> Problem:
 
 
 def for_test(config: Config, values: Config) -> Config:
-    """The hyperparameters, for one batch if `det experiment create --test` made the
-    experiment.
+    """The hyperparameters, with lengths of one batch if the experiment was made by `det
+    experiment create --test`.
     """
     if _is_test(config) and has_our_form(values):
         return {**values, "training": _ONE_BATCH}
@@ -142,15 +139,14 @@ def _is_test(config: Config) -> bool:
 
 
 def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
-    """A problem for each key without effect in a configuration of our form, and without
-    a length.
+    """A problem for a missing length, and for each key without effect, in our form.
 
-    A key with the master's default asks for nothing: a master fills it in.
+    A key with the master's default is no mistake, because a master fills it in.
     """
     given = [key for key, value in values["training"].items() if value is not None]
-    if not nearest("max_length", given):  # a misspelt key is named as that
+    if not nearest("max_length", given):  # another problem names a misspelt key
         yield missing_length(f"{_TRAINING}.max_length")
-    if _is_test(config):  # which has some of these keys from `det`
+    if _is_test(config):  # `det` has written some of these keys
         return
     for name, default, instead in WITHOUT_EFFECT:
         value = value_at(config, name)
@@ -184,9 +180,7 @@ def in_our_form(config: Config, values: Config) -> Values:
 
 
 def in_their_words(problem: Problem) -> Problem:
-    """A problem with the keys of Determined's form, where the settings were translated
-    from it.
-    """
+    """A problem of our form, with the key that Determined's form has for it."""
     for ours, theirs in DETERMINEDS_KEYS.items():
         if problem.key.startswith(ours):
             text = problem.removeprefix(f"{problem.key}: ")
@@ -203,10 +197,9 @@ def _period(period: Any, batch_size: object) -> Any:
 
 
 def _in_batches(length: Any, batch_size: object) -> Any:
-    """A length of Determined's form, with whole batches instead of records, at least
-    one.
+    """Convert records to whole batches, at least one, in a length of Determined's form.
 
-    It is left as it is if that cannot be done.
+    A length that cannot be converted stays as it is.
     """
     if not isinstance(length, Mapping) or length.keys() != {"records"}:
         return length

@@ -1,6 +1,6 @@
-"""Whether a trial `module:Class` can be there, by its files: nothing is imported.
+"""Finds typos in the name `module:Class` of a trial, without importing the trial.
 
-To import a trial is to import torch, which takes seconds. A typo is named before.
+Importing a trial imports torch, which takes seconds. So we name a typo before.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from determined_amp.amp.errors import near_name
 
-# With one of these a module can get attributes that its text does not show.
+# A module with one of these words can have attributes that its text does not show.
 _DYNAMIC = re.compile(r"\b(globals|locals|vars|exec|sys|__getattr__)\b|import \*")
 
 
 def typo_in(import_path: str) -> str:
-    """What `module:name` lacks, with a near name, if files show that it cannot be
-    imported; else nothing.
+    """Say why `module:name` cannot be imported, with a near name, if its files show
+    that; empty if they do not.
 
-    `importlib.util.find_spec` of a whole dotted name would import the packages above
-    it.
+    We look up one part after the other, because `importlib.util.find_spec` of a dotted
+    name would import the packages above it.
     """
     module, _, name = import_path.partition(":")
     first, *others = [*module.split("."), name.partition(".")[0]]
@@ -50,7 +50,7 @@ def typo_in(import_path: str) -> str:
 
 
 def not_importable(import_path: str, why: str) -> str:
-    """What is wrong with a trial that cannot be imported."""
+    """Say that a trial cannot be imported, and why."""
     wrong = f"got {import_path!r}, which cannot be imported: {why}"
     return f"{wrong}; searched: {os.getcwd()}"
 
@@ -63,7 +63,7 @@ def _names_in(spec: ModuleSpec) -> set[str] | None:
     try:
         text = Path(spec.origin).read_text(encoding="utf-8")
         ast.parse(text)
-    except (OSError, SyntaxError, ValueError):  # built in, no text, or no Python
+    except (OSError, SyntaxError, ValueError):  # built in, not text, or not Python
         return None
     return None if _DYNAMIC.search(text) else names | {*re.findall(r"\w+", text)}
 

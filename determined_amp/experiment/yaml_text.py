@@ -1,4 +1,4 @@
-"""YAML by the platform's rules, for all commands, with or without a cluster."""
+"""Reads and writes YAML by the platform's rules, with or without a cluster."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ def load_yaml(text: str, source: str) -> Any:
     text, and a key that occurs twice is an error. PyYAML reads YAML 1.1, which differs
     in each of these.
 
-    A master turns a configuration into JSON, so a key that is no text becomes text.
+    A master turns a configuration into JSON, so a key that is not text becomes text.
 
     Raises:
-        ConfigError: if it is not YAML, or contains something that JSON cannot: a date,
-            a section within itself.
+        ConfigError: if the text is not YAML, or has something that JSON cannot hold: a
+            date, or a section within itself.
     """
     try:
-        # The same reader as Determined's, whose own function imports half of
-        # Determined.
+        # Determined uses the same reader, but its function imports half of Determined.
         value = YAML(typ="safe", pure=True).load(text)
         return json.loads(json.dumps(value, default=_refuse))
     except MarkedYAMLError as error:
@@ -39,7 +38,7 @@ def load_yaml(text: str, source: str) -> Any:
             problem = f"{problem}: merge the two sections of this name into one"
         problem = f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
         raise ConfigError(source, [f"is not YAML: {problem}"]) from error
-    except Exception as error:  # the reader raises whatever its constructors do
+    except Exception as error:  # the reader's constructors can raise any error
         raise ConfigError(
             source, [f"is not YAML of a configuration: {one_line(error)}"]
         ) from error
