@@ -1,3 +1,3 @@
-"""The runs of this machine and of a master: how each was made, what it reported, how it
-ended.
+"""Describes runs of this machine or a master: how each was made, what it reported, and
+how it ended.
 """

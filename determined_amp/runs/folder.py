@@ -1,4 +1,4 @@
-"""The folder of a local run, and what reads it.
+"""Writes and reads the folder of a local run.
 
 config.yaml      the configuration, with the trial and the seed filled in; a resume
                  reads it
@@ -14,7 +14,7 @@ run.json         the run: its state, why it ended, and its parts, see `Run`:
 metrics.jsonl    one report per line: its `group`, `batches` and metrics. A scored trial
                  of a search has one report, of the group `validation`
 tensorboard/     event files
-checkpoints/     the newest and the best checkpoint
+checkpoints/     the newest checkpoint, the best one, and the newest with finite weights
 log.txt          the log of Determined and of this package
 .lock            the id of the process that writes here
 
@@ -44,15 +44,15 @@ from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Part, Run, RunState
 
-# The files by which the folder of a run, and that of a search, are known, and what goes
-# on with it.
+# The files that mark the folder of a run and the folder of a search, and the commands
+# that continue them.
 RUN_FILE, STUDY_FILE = "run.json", "study.db"
 _RESUMES = {
     RUN_FILE: "det-amp train --resume",
     STUDY_FILE: "det-amp search --resume",
 }
 
-# A message names so many folders.
+# A message names at most this many folders.
 _MOST_NAMED = 5
 
 
@@ -86,7 +86,7 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process writes into a folder, see `lock`; not this one."""
+    """Whether another process writes into a folder, see `lock`."""
     path = folder / ".lock"
     if not path.exists():
         return False
@@ -102,13 +102,14 @@ class RunFolder:
     """Paths and files of one run; the folder is made if it does not exist.
 
     Args:
-        path: Relative to the current directory, which the trial may change later.
+        path: The folder. A relative path is resolved at once, because the trial may
+            change the current directory.
 
     Attributes:
         shown: The path as it was given.
 
     Raises:
-        UserError: if it cannot be made.
+        UserError: if the folder cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,7 +125,7 @@ class RunFolder:
 
     @property
     def not_to_lose(self) -> list[str]:
-        """What a new run would replace: checkpoints, or files that are no run's."""
+        """What a new run would replace: checkpoints, or files that belong to no run."""
         replaced = complete_checkpoints(self.checkpoints)
         if not self.record.exists():
             replaced += [self.config, self.metrics]
@@ -137,7 +138,7 @@ class RunFolder:
 
         Args:
             experiment: What the run trains.
-            machine: Where.
+            machine: The machine that it trains on.
             first_batch: Number of batches trained before. Parts that began later are
                 forgotten, because their batches are trained again.
 
@@ -152,9 +153,9 @@ class RunFolder:
             sys.argv,
         )
         before = (part for part in self._run().parts if part.first_batch < first_batch)
-        # First the file that marks this folder as a run's.
+        # Write the file first that marks this folder as the folder of a run.
         run = self._change(state=RunState.RUNNING, reason="", parts=(*before, part))
-        # A resume rewrites this file, and a later one needs it whole after a kill.
+        # A resume rewrites this file. After a kill, a later resume needs it whole.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
         return run
 
@@ -198,7 +199,7 @@ class RunFolder:
 
 
 def check_folder(folder: Path, files: Sequence[str], command: str, what: str) -> None:
-    """Check that a folder is that of a run, or of a search.
+    """Check that a folder belongs to a run, or to a search.
 
     Args:
         folder: What the user has given.
@@ -207,8 +208,8 @@ def check_folder(folder: Path, files: Sequence[str], command: str, what: str) ->
         what: What is allowed.
 
     Raises:
-        UserError: if it has none of them. The message names the folders below it that
-            have one, or another one that may be meant.
+        UserError: if the folder has none of the files. The message names a command or
+            other folders that the user may mean.
     """
     if any(os.path.exists(folder / file) for file in files):
         return
@@ -235,7 +236,7 @@ def check_folder(folder: Path, files: Sequence[str], command: str, what: str) ->
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
+    """The complete checkpoints in `folder`, oldest first."""
     return sorted(
         path for path in folder.glob("batch-*") if (path / "metadata.json").exists()
     )
@@ -255,7 +256,7 @@ def read_record(folder: Path) -> Run:
         )
         values = {**record, "state": RunState(record["state"]), "parts": tuple(parts)}
         return Run(str(folder), **values)
-    except Exception as error:  # of any text in its place
+    except Exception as error:  # the file may contain anything
         raise UserError(
             f"{folder}: is not a run folder that this version reads: {RUN_FILE}: "
             f"{type(error).__name__} {one_line(error)}; allowed: what `det-amp "
@@ -313,7 +314,7 @@ def fresh_folder(name: str) -> Path:
     hyphen.
 
     Raises:
-        UserError: if it cannot be made.
+        UserError: if the folder cannot be made.
     """
     name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
     # With microseconds: several runs may begin in one second.

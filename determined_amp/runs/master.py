@@ -41,7 +41,7 @@ def log_in(address: str) -> api.Session:
             f"{url}: the login was refused; log in with `det -m {url} user login "
             "USER`, or set DET_USER and DET_PASS"
         ) from error
-    except Exception as error:  # of a proxy, a certificate, an odd answer
+    except Exception as error:  # from a proxy, a certificate or an odd answer
         status = getattr(error, "status_code", None)
         why = one_line(error) if status is None else f"error {status}"
         raise UserError(

@@ -1,7 +1,7 @@
-"""One run: how it was made, what it reported, and how it ended.
+"""Describes one run: how it was made, what it reported, and how it ended.
 
 A local run writes this into its folder, see `runs.folder`. On a cluster the platform
-has most of it, and the run's metadata hold the rest.
+has most of it, and the metadata of the run have the rest.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
-# By these names `Run.hparams` has the initial loss scale, or the precision, that a
-# search varies.
+# If a search varies the initial loss scale or the precision, `Run.hparams` has it under
+# these names.
 SCALE = "amp.init_scale"
 COMPARED = "amp.precision"
 
@@ -41,17 +41,17 @@ COMPARED = "amp.precision"
 class RunState(str, enum.Enum):
     """How far a run has come."""
 
-    RUNNING = "running"  # recorded as running: its process writes, or was killed
-    KILLED = "killed"  # it is recorded as running, and its process is gone
+    RUNNING = "running"  # its process still runs, or was killed
+    KILLED = "killed"  # recorded as running, but its process is gone
     COMPLETED = "completed"
-    STOPPED = "stopped"  # by a signal or by its trial; it can be resumed
+    STOPPED = "stopped"  # a signal or the trial stopped it; it can be resumed
     PRUNED = "pruned"  # ended early by its search
     INVALID = "invalid"  # its hyperparameters cannot train: a result of its search
     FAILED = "failed"
 
     @property
     def is_failure(self) -> bool:
-        """Whether it ended without a result, by an error or by its hyperparameters."""
+        """Whether it has no result, because of an error or its hyperparameters."""
         return self in (RunState.FAILED, RunState.INVALID)
 
 
@@ -70,7 +70,7 @@ class Part:
     resume.
     """
 
-    first_batch: int = 0  # number of batches trained before it
+    first_batch: int = 0  # number of batches trained before this part
     # The whole configuration, defaults included, by dotted name; empty if unknown.
     settings: Config = field(default_factory=dict)
     machine: Machine = field(default_factory=Machine)  # the machine it trained on
@@ -79,14 +79,12 @@ class Part:
 
     @property
     def what_it_trains(self) -> Config:
-        """What makes it a training of its own: settings and facts of its machine, by
-        name.
-        """
+        """The settings and machine facts that decide what the part trains, by name."""
         kept = [name for name in self.settings if not name.startswith(_MAY_CHANGE)]
         return {**self.machine.facts, **{name: self.settings[name] for name in kept}}
 
 
-# How JSON of other programs has them.
+# Other programs write these numbers as text in JSON.
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -94,8 +92,8 @@ _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 class Report:
     """One report of a run."""
 
-    batches: int  # number of batches trained before it
-    metrics: Mapping[str, float]  # its numbers by name, which may be infinite or NaN
+    batches: int  # number of batches trained before this report
+    metrics: Mapping[str, float]  # numbers by name; they may be infinite or NaN
 
     @staticmethod
     def read(batches: int, metrics: Metrics) -> Report:
@@ -195,12 +193,12 @@ class Run:
 
     @property
     def training(self) -> Report:
-        """The last training report; one of 0 batches without any."""
+        """The last training report; an empty one of 0 batches if there is none."""
         return self.trained[-1] if self.trained else _NONE
 
     @property
     def validated(self) -> Report:
-        """The last validation report; one of 0 batches without any."""
+        """The last validation report; an empty one of 0 batches if there is none."""
         return self.validations[-1] if self.validations else _NONE
 
     @property
@@ -211,7 +209,7 @@ class Run:
     def last(self, name: str) -> float | None:
         """A number of the last training report, summed over the optimizers.
 
-        None if it is not finite, or not there.
+        None if the number is missing, or the sum is not finite.
         """
         metrics = self.training.metrics
         numbers = [metrics[n] for n in metrics if re.fullmatch(rf"{name}(_\d+)?", n)]
@@ -220,8 +218,8 @@ class Run:
 
     @property
     def audit_share(self) -> float | None:
-        """Share of the first batch's FLOPs in the configured precision, the minimum
-        over processes; None if it was not audited.
+        """Share of the first batch's FLOPs in the configured precision, as the minimum
+        over processes; None without an audit.
         """
         name = AuditMetricName.SHARE
         shares = [r.metrics[name] for r in self.trained if name in r.metrics]
@@ -231,8 +229,8 @@ class Run:
     def _steady(self) -> Iterator[Mapping[str, float]]:
         """The metrics of the training reports whose speed counts.
 
-        The first report of a process does not: it includes the audit, allocations, and
-        the timing of algorithms.
+        The first report of a process does not count, because it includes the audit,
+        allocations, and the timing of algorithms.
         """
         for report in self.trained[1:]:
             speed = report.metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
@@ -241,7 +239,7 @@ class Run:
 
     @property
     def speed(self) -> Spread | None:
-        """Samples per second in steady reports; None without one, or if it shared the
+        """Samples per second in steady reports; None without any, or on a shared
         device.
         """
         speeds = [metrics[MetricName.SAMPLES_PER_SECOND] for metrics in self._steady]
@@ -249,19 +247,17 @@ class Run:
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data: the median over steady
-        reports.
-        """
+        """Share of time that the loop waited for data: the median of steady reports."""
         name = MetricName.DATA_WAIT_SHARE
         waits = Spread.of([m[name] for m in self._steady if name in m])
         return waits.median if waits else None
 
     @property
     def scale_log2(self) -> float:
-        """log2 of the initial loss scale; NaN if it has none.
+        """log2 of the initial loss scale; NaN if there is none.
 
-        The metric `init_scale_log2` takes precedence: a sampled scale is rounded before
-        use.
+        The metric `init_scale_log2` takes precedence, because a sampled scale is
+        rounded before use.
         """
         if "init_scale_log2" in self.metrics:
             return self.metrics["init_scale_log2"]
@@ -281,11 +277,11 @@ class Run:
         return self.metrics.get(MetricName.SKIPPED_STEPS, trained)
 
     def reported(self, lines: Iterable[Values]) -> Run:
-        """This run with some reports, and with its state and reason judged by them.
+        """Add reports to this run, and judge its state and reason by them.
 
         A run that has validated after its last batch has completed, even if it was
-        killed before it recorded that. One whose last validation is not finite has
-        failed.
+        killed before it recorded that. A completed run whose last validation is not
+        finite has failed.
 
         Args:
             lines: The reports, each with its `group` and `batches`.
@@ -327,7 +323,7 @@ class Run:
 def _not_finite(last: Report, metric: str) -> str:
     """Which metric of the last validation is not finite, in words; empty if none.
 
-    The searcher's metric decides where it was reported, any metric elsewhere.
+    The searcher's metric decides if it was reported. Otherwise any metric decides.
     """
     for name in [metric] if metric in last.metrics else last.metrics:
         if not math.isfinite(last.metrics[name]):
@@ -343,7 +339,7 @@ def metric_of(runs: Sequence[Run]) -> str:
 
 
 def changes_between(before: Config, now: Config) -> list[str]:
-    """What differs between two trainings, by the names of their settings."""
+    """A sentence for each setting that differs between two trainings."""
     said = []
     for name in {**before, **now}:
         old, new = (shown_setting(name, facts.get(name)) for facts in (before, now))
@@ -353,7 +349,7 @@ def changes_between(before: Config, now: Config) -> list[str]:
 
 
 def shown_setting(name: str, value: Any) -> Any:
-    """A setting as a reader likes it: a loss scale as the power of two that it is."""
+    """A setting for a reader: a loss scale becomes text as a power of two."""
     is_scale = name.rpartition(".")[2] in ("init_scale", "min_scale")
     if is_scale and isinstance(value, (int, float)):
         return scale_text(value)
@@ -361,16 +357,16 @@ def shown_setting(name: str, value: Any) -> Any:
 
 
 def curve_of(reports: Sequence[Report], metric: str) -> list[tuple[int, float]]:
-    """Batches and value of the reports that have a metric."""
+    """The batches and the value of each report that has a metric."""
     return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
 
 
-# A hyperparameter of the trial that has changed.
+# Matches a sentence on a changed hyperparameter of the trial.
 _MAY_BE_OF_AN_OPTIMIZER = re.compile(r"hyperparameters\.(?!amp\.)")
 _OPTIMIZERS_STAY = (
     "a resume keeps the settings of the optimizers, such as a constant rate, whatever "
     "its YAML says"
 )
 
-# Settings that a resume may change: they do not change what a batch trains.
+# A resume may change these settings, because they do not change what a batch trains.
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
