@@ -1,6 +1,6 @@
-"""The checkpoints of a run folder, each complete or absent.
+"""Stores the checkpoints of a run folder, each complete or absent.
 
-The newest, the best and the newest one with finite weights are kept.
+It keeps the newest checkpoint, the best one, and the newest with finite weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 # The file with the counts of Determined's loop, and the metadata key of its checksum.
 _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
 
-# What a disk may say of any file.
+# Errors of a disk that can concern any file.
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
-# How to go on after an error of a disk.
+# What to do after an error of a disk.
 _KEPT = "fix this, then continue with --resume: the checkpoints it may have are intact"
 
 
@@ -49,7 +49,8 @@ def is_of_the_machine(error: OSError, folder: Path) -> bool:
     """Whether an error is about a file of the run in `folder`, and no fault of the
     trial.
 
-    An error of a file that is open names no file: then a full disk is that of the run.
+    An error on an open file names no file. Then an error of the disk, such as a full
+    one, counts as an error on a file of the run.
     """
     if isinstance(error.filename, str):
         return Path(error.filename).absolute().is_relative_to(folder.absolute())
@@ -81,7 +82,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         reports: Tells which validation was the best; None if nothing is saved.
 
     Attributes:
-        finite: Whether all weights are finite; set it with every save.
+        finite: Whether all weights are finite. The controller sets it in every save.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     def store_path(
         self, metadata: Values | None = None, *, shard: bool = False
     ) -> Iterator[tuple[Path, str]]:
-        """Determined's own, which the loop calls on the chief, without shards."""
+        """Replaces Determined's method. The loop calls it on the chief, not sharded."""
         assert metadata is not None
         assert self._reports is not None
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
@@ -121,7 +122,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             full = "" if isinstance(error, OSError) else " (is the disk full?)"
             told = f"{final}: could not be saved{full}: {error}; {_KEPT}"
             raise DiskError(told) from error
-        # It was passed over by a resume, and is of no use to another.
+        # A resume has passed over a checkpoint of this name, so no resume needs it.
         replaced = self._folder / f".{name}.replaced"
         if final.exists():
             final.rename(replaced)
@@ -142,7 +143,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         finite = [path for path in saved if metadata[path].get("finite", True)]
         keep = {newest, *best[-1:], *finite[-1:]}
         for path in metadata.keys() - keep:
-            # Renamed first: a process killed here leaves no half-deleted `batch-*`.
+            # Rename it first, so that a kill leaves no half-deleted `batch-*`.
             doomed = path.rename(path.with_name(f".{path.name}.deleted"))
             shutil.rmtree(doomed)
 
@@ -150,7 +151,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
 def _complete(partial: Path, metadata: Values) -> None:
     """Check the weights, write the metadata, and flush all to the disk."""
     with zipfile.ZipFile(partial / "state_dict.pth"):
-        pass  # raises for a cut-off file: torch does not notice if its last flush fails
+        pass  # raises if the file is cut off: torch ignores a failure of its last flush
     if (partial / _STATE).exists():
         metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
     (partial / "metadata.json").write_text(json.dumps(metadata, indent=2))
@@ -205,10 +206,10 @@ def check_state(checkpoint: Path, metadata: Values) -> None:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run begins, or continues from."""
+    """The checkpoint that a run continues from, or the start of a new run."""
 
-    checkpoint: str = ""  # its name in the run folder; empty for a new run
-    batches: int = 0  # number of batches trained before it
+    checkpoint: str = ""  # name of the checkpoint; empty for a new run
+    batches: int = 0  # number of batches trained before
 
     @staticmethod
     def latest(folder: Path) -> Resume:
@@ -217,7 +218,7 @@ class Resume:
         Warns of each newer checkpoint that it passes over.
 
         Raises:
-            CheckpointError: if there is none.
+            CheckpointError: if there is no such checkpoint.
         """
         passed_over = []
         for checkpoint in sorted(
@@ -241,8 +242,8 @@ class Resume:
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a save failed because of the disk; torch's writer then raises a
-    RuntimeError.
+    """Whether a save failed because of the disk. torch's writer raises a RuntimeError
+    for that.
     """
     of_torch = isinstance(error, RuntimeError) and re.search(
         "inline_container|iostream", str(error)

@@ -1,4 +1,4 @@
-"""The terminal output of a local run: a progress bar, and a line per report."""
+"""Shows a local run on the terminal: a progress bar, and a line per report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = {
 # One line shows at most this many metrics of the trial's own.
 _MOST_OTHERS = 12
 
-# Names of our metrics, and how those begin that are not shown.
+# The names of our metrics, and the beginnings of names that are not shown.
 _OURS = {*_SHOWN, *LENGTH_UNITS}
 _EXPLAIN = ("watch_", MetricName.SKIPPED_STEPS)
 
@@ -49,7 +49,7 @@ class Display:
         self._folder = folder
 
     def show_precision(self, precision: str) -> None:
-        """Show it, at the end, too."""
+        """Show the precision, now and at the end."""
         self._precision = precision
         self._say(f"{self._title}: {precision}")
 

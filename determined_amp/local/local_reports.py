@@ -1,4 +1,4 @@
-"""The reports of a local run, which Determined gives to a master."""
+"""Takes the reports of a local run, which Determined would send to a master."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from determined_amp.trial.determined_private import LocalTrainContext
 
 
 class LocalReports(LocalTrainContext):
-    """Determined's train context, which hands each report to `report`, which a subclass
-    gives, and knows the best validation.
+    """Determined's train context for a local run, which knows the best validation.
+
+    A subclass implements `report`, which gets each report.
 
     Only the chief reports; the other ranks get a plain `core.DummyTrainContext`.
 
     Args:
         folder: The run folder; Determined writes its event files there.
-        experiment: Has the metric that ranks checkpoints, and whether smaller is
-            better.
+        experiment: The experiment. Its searcher's metric ranks the checkpoints.
         first_batch: Number of batches that earlier processes trained. Later reports in
             the folder are ignored, because their batches are trained again.
     """
@@ -39,9 +39,7 @@ class LocalReports(LocalTrainContext):
                 self._note_validation(line["batches"], line)
 
     def report(self, line: Values) -> None:
-        """Called with the line of each report: its metrics, their `group`, and
-        `batches`.
-        """
+        """Take the line of a report: its metrics, their `group`, and `batches`."""
         raise NotImplementedError
 
     def is_best(self, batches: int) -> bool:

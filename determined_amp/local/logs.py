@@ -1,4 +1,4 @@
-"""Logging of a local run: everything into its folder, warnings onto the terminal."""
+"""Logs a local run: everything into its folder, and warnings onto the terminal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from rich.logging import RichHandler
 
 logger = logging.getLogger(__name__)
 
-# How warnings of Determined begin that no user can act on, and that would alarm one.
+# The beginnings of Determined's warnings that alarm users, who can do nothing about
+# them.
 _NOT_FOR_USERS = ("TensorFlow writer not found", "Ignoring partial checkpoint download")
 
 
 class Terminal(Console):
-    """A terminal whose reader may go away: then output ends, and the run goes on."""
+    """A terminal whose reader may go away. Then output ends, and the run goes on."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -26,9 +27,7 @@ class Terminal(Console):
 
 
 class _LogFile(logging.FileHandler):
-    """A log that ends where it cannot be written, as on a full disk, and the program
-    goes on.
-    """
+    """A log file that ends at an error, such as a full disk, while the run goes on."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         self.setLevel(logging.CRITICAL + 1)
@@ -40,10 +39,10 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def logging_to(path: Path | None, console: Console) -> Iterator[None]:
-    """Inside this block log to `path`, if given, and print warnings to `console`.
+    """Inside this block, log to `path` if given, and print warnings to `console`.
 
-    Python's own warnings are logged, too, and the traceback of what ends the block. A
-    few warnings of Determined are left out.
+    Python's own warnings are logged, too, and the traceback of an error that ends the
+    block. A few warnings of Determined are left out.
     """
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
@@ -65,7 +64,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        shown.setLevel(logging.CRITICAL + 1)  # its catcher prints it to the terminal
+        shown.setLevel(logging.CRITICAL + 1)  # the caller prints the error
         logger.error("%s", type(error).__name__, exc_info=True)
         raise
     finally:

@@ -1,6 +1,4 @@
-"""Makes a trial on this machine to measure it: its loss scale, or what a batch is
-computed in.
-"""
+"""Makes a trial on this machine, to find its loss scale or to audit its precision."""
 
 from __future__ import annotations
 
@@ -42,16 +40,17 @@ from determined_amp.trial.unmodified import trial_of
 
 
 class InvalidTrialError(UserError):
-    """The hyperparameters of a trial cannot train: a result of its search, and no
-    failure.
+    """The hyperparameters of a trial cannot train. In a search this is a result, and
+    no failure.
     """
 
 
 @contextmanager
 def around_a_trial() -> Iterator[None]:
-    """Return to the working directory after this block, because a trial may leave it,
-    and raise an `InvalidTrialError` for the `SystemExit` that Determined makes of an
-    InvalidHP.
+    """Return to the working directory after this block, because a trial may leave it.
+
+    Determined turns an `InvalidHP` into a `SystemExit`. This block turns that into an
+    `InvalidTrialError`.
     """
     here = os.getcwd()
     try:
@@ -97,7 +96,7 @@ def trial_context(
         trial_seed=experiment.seed,
         aggregation_frequency=experiment.aggregation_frequency,
         slots_per_trial=processes.size,
-        # Determined would count all GPUs of nvidia-smi
+        # Otherwise Determined counts all GPUs of nvidia-smi.
         num_gpus=torch.cuda.device_count(),
         steps_completed=first_batch,
         managed_training=True,
@@ -118,9 +117,7 @@ class OpenTrial:
     latest_checkpoint: str | None = None  # the argument for `Trainer.fit`
 
     def find(self, batches: int) -> FoundScale:
-        """Find the loss scale on so many batches; the trial cannot be used
-        afterwards.
-        """
+        """Find the loss scale on `batches` batches. The trial cannot be used again."""
         return find_in_trial(
             self.experiment.name,
             self.trial,
@@ -137,7 +134,7 @@ def open_trial(
     """Make the trial of an experiment, in one process on this machine.
 
     Args:
-        experiment: The experiment, with or without its trial.
+        experiment: The experiment, whose trial may not be imported yet.
         checkpoint: A checkpoint to start from, or a run folder, whose newest checkpoint
             is used.
 
@@ -160,8 +157,8 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
     """Audit the first batch here, in Determined's loop and without writing files.
 
     Returns:
-        The audit of the batch, and the precision that the trial asks for, which is None
-            for a trial without a `MixedPrecision`: then nothing is judged.
+        The audit of the batch, and the precision that the trial asks for. The precision
+            is None for a trial without a `MixedPrecision`, which is not judged.
 
     Raises:
         AuditError: if the batch is not computed in the precision that the trial asks

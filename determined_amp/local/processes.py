@@ -1,6 +1,4 @@
-"""The processes of a local run, which torchrun may have started, and how they stop
-together.
-"""
+"""Joins the processes of a local run that torchrun started, and stops them together."""
 
 from __future__ import annotations
 
@@ -34,7 +32,8 @@ _ANSWER = (
     "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"
 )
 
-# Given the line of a report, or of the group `start`: whether the run goes on after it.
+# Takes the line of a report or of the training's start. Returns whether the run goes
+# on.
 GoesOn = Callable[[Values], bool]
 
 
@@ -43,7 +42,7 @@ def process_group() -> Iterator[core.DistributedContext]:
     """Join the other processes of this run, if torchrun started more than one.
 
     Raises:
-        UserError: if `WORLD_SIZE` is set by something else.
+        UserError: if something else has set `WORLD_SIZE`, or there are too few GPUs.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -59,7 +58,7 @@ def process_group() -> Iterator[core.DistributedContext]:
             "to train in one process"
         )
     # Determined wraps models in DistributedDataParallel only under its own launcher, or
-    # with this.
+    # with this variable.
     os.environ["USE_TORCH_DISTRIBUTED"] = "True"
     if owned:
         distributed.init_process_group(_backend())
@@ -71,7 +70,7 @@ def process_group() -> Iterator[core.DistributedContext]:
 
 
 class _Processes(core.DistributedContext):
-    """The processes of a run, which talk through free ports.
+    """The processes of a run, which communicate through free ports.
 
     Determined's default ports are fixed, so a second run on this machine would collide.
     """
@@ -117,17 +116,17 @@ class StopOnSignal(core.DummyPreemptContext):
     """Stops a run as a cluster pauses a trial: at the next report, with a checkpoint.
 
     The first SIGINT or SIGTERM requests the stop, and a second SIGINT interrupts at
-    once. SIGTERM never does: on one Ctrl-C torchrun adds it to the SIGINT of the
-    terminal. The chief decides for all ranks.
+    once. A second SIGTERM does not, because torchrun adds a SIGTERM to the SIGINT of
+    one Ctrl-C. The chief decides for all ranks.
 
     Args:
         processes: The processes of this run.
-        goes_on: What a search decides; None without one.
+        goes_on: Asks a search whether the run goes on; None without a search.
 
     Attributes:
         requested: Whether to stop at the next report; set it to stop the run.
         obeyed: Whether the loop has been told to stop.
-        state: How the run ends then, for its record.
+        state: The state of the stopped run, for its record.
         reason: Why it stopped, for its record.
     """
 

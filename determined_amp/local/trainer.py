@@ -1,6 +1,4 @@
-"""Trains one experiment on this machine, in Determined's own loop, without a
-cluster.
-"""
+"""Trains one experiment in Determined's own loop, on this machine without a cluster."""
 
 from __future__ import annotations
 
@@ -57,19 +55,18 @@ logger = logging.getLogger(__name__)
 
 
 class LocalRun(LocalReports):
-    """A run as its folder records it and the terminal shows it, in the process of its
-    chief.
+    """Records a run in its folder and shows it on the terminal, in the chief process.
 
     A resume changes nothing in the folder before its training starts, so a refused
     resume leaves the run as it was.
 
     Args:
-        experiment: What it trains.
-        resume: Where it begins.
-        folder: Its folder.
-        stop: What stops it.
-        console: Shows it.
-        slots: The number of its processes.
+        experiment: The experiment that the run trains.
+        resume: Where the run begins.
+        folder: The folder of the run.
+        stop: Stops the run.
+        console: The terminal.
+        slots: The number of processes of the run.
     """
 
     def __init__(
@@ -85,9 +82,9 @@ class LocalRun(LocalReports):
         self._experiment, self._folder, self._stop = experiment, folder, stop
         self._resumed = resume.checkpoint != ""
         self._batches = resume.batches
-        self._total: int | None = None  # until the training starts
+        self._total: int | None = None  # None until the training starts
         self.display = Display(experiment, console, folder)
-        # Before the trial can leave the directory, whose commit is recorded.
+        # The trial may leave the directory later, and this records its commit.
         self._machine = Machine.of_this_process(slots)
         if not self._resumed:
             folder.forget_metrics_after(0)
@@ -102,12 +99,12 @@ class LocalRun(LocalReports):
         """
         self._batches, self._total = first_batch, total_batches
         if self._resumed:
-            # First, since it refuses a damaged record.
+            # This comes first, because it refuses a damaged record.
             run = self._folder.describe(
                 self._experiment, self._machine, first_batch=first_batch
             )
             self._folder.forget_metrics_after(first_batch)
-            # Reports do not compare a run that a resume has changed with others.
+            # Reports do not compare a run that a resume has changed.
             for change in replace(run, parts=run.parts[-2:]).changes:
                 logger.warning("%s", change)
         self.display.begin_training(first_batch, total_batches)
@@ -116,7 +113,7 @@ class LocalRun(LocalReports):
         )
 
     def report(self, line: Values) -> None:
-        """Note a report."""
+        """Record a report, show it, and ask the search whether to go on."""
         self._folder.append_metrics(line)
         self._batches = line["batches"]
         self.display.report(line)
@@ -152,14 +149,14 @@ class LocalController(SafeController):
     """Determined's loop, with two corrections for runs without a master.
 
     `Trainer.fit` sets the searcher's metric to None, so no checkpoint would be the
-    best. It copies the whole working directory into every checkpoint; this class copies
-    the user's code only.
+    best. Determined also copies the whole working directory into every checkpoint. This
+    class copies the user's code only.
 
     Args:
-        experiment: Has the metric that ranks checkpoints, and the length of the whole
-            run.
-        run: Told when the training starts; None for all ranks but the chief.
-        directory: Where the run began; the user's code is there.
+        experiment: The experiment, with the metric that ranks checkpoints and the
+            length of the whole run.
+        run: The run to notify when the training starts; None on ranks but the chief.
+        directory: Where the run began. The user's code is there.
         fitted: The arguments that `Trainer.fit` gives to the controller.
     """
 
@@ -172,7 +169,7 @@ class LocalController(SafeController):
     ) -> None:
         searcher = experiment.platform.searcher
         policy = experiment.platform.checkpoint_policy
-        # nothing to rank by
+        # Without a metric, no checkpoint is the best.
         if policy is CheckpointPolicy.BEST and searcher.metric is None:
             policy = CheckpointPolicy.ALL
         fitted |= {
@@ -190,8 +187,7 @@ class LocalController(SafeController):
     def set_data_loaders(self) -> None:
         super().set_data_loaders()
         loader: Any = self.validation_loader
-        # Determined would notice only at the first validation, after a period of
-        # training.
+        # Determined would notice this only at the first validation.
         if self.evaluates_batches and hasattr(loader, "__len__") and not len(loader):
             raise UserError(
                 "the validation data loader has no batch on this slot; allowed: at "
@@ -231,14 +227,15 @@ def train(
     Args:
         experiment: The experiment.
         choose_folder: Returns the run folder; only the chief calls it.
-        resume: Where it begins.
-        goes_on: What a search decides; the terminal does not show its runs.
+        resume: Where the run begins.
+        goes_on: Asks a search whether the run goes on. The terminal does not show runs
+            of a search.
 
     Returns:
         Whether the run was stopped, and can be resumed.
 
     Raises:
-        UserError: if it cannot train. A `DiskError` is no fault of the trial.
+        UserError: if the run cannot train. A `DiskError` is no fault of the trial.
     """
     _ = experiment.with_trial().max_length  # raises, before a folder is made
     with (
@@ -269,9 +266,7 @@ def _fit(
     processes: core.DistributedContext,
     stop: StopOnSignal,
 ) -> None:
-    """Train in this process; the chief alone has a `run`, which writes into the
-    folder.
-    """
+    """Train in this process. Only the chief has a `run`, which writes the folder."""
     core_context = core.Context(
         checkpoint=LocalCheckpoints(processes, folder.checkpoints, run),
         distributed=processes,
@@ -295,7 +290,7 @@ def _fit(
                 checkpoint_policy=policy,
             )
         except CheckpointError as error:
-            # a hyperparameter that has changed may be the cause
+            # A changed hyperparameter may be the cause.
             before = read_record(folder.path).settings
             changes = changes_between(before, experiment.settings)
             ours = [
@@ -305,7 +300,7 @@ def _fit(
 
 
 def _not_finite(models: Sequence[nn.Module]) -> set[str]:
-    """The names of the parameters and buffers that are not finite; waits for the
+    """The names of the parameters and buffers that are not finite. This waits for the
     device.
     """
     names = set()
@@ -317,10 +312,9 @@ def _not_finite(models: Sequence[nn.Module]) -> set[str]:
 
 
 def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
-    """Copy what `determined.pytorch.load_trial_from_checkpoint_path` imports: loaded
-    modules.
+    """Copy the loaded modules below the directory `here`, except installed packages.
 
-    These are the modules from below the directory `here`, without installed packages.
+    `determined.pytorch.load_trial_from_checkpoint_path` imports them.
     """
     # Compare strings: `Path` objects of thousands of modules would take longer than the
     # copy.
