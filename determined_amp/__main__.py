@@ -1,4 +1,4 @@
-"""The command line: `det-amp COMMAND`, or `python -m determined_amp COMMAND`."""
+"""Runs the command line: `det-amp COMMAND`, or `python -m determined_amp COMMAND`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from determined_amp.cli.search import add_search
 from determined_amp.cli.train import add_train
 from determined_amp.experiment.failures import is_task, print_failure
 
-# Each adds its options; what a command runs, and torch, is imported when it runs.
+# Each function adds a command with its options. A command imports its code, and torch,
+# only when it runs.
 COMMANDS = (
     *(add_train, add_audit, add_find, add_score),
     *(add_compare, add_check, add_search, add_report),
 )
 
-# Packages of ours that an installation or an image may lack: their module, and their
-# name for pip.
+# Packages that we need and an installation or an image may lack: their module, and
+# their name for pip.
 _PACKAGES = {
     "rich": "rich",
     "tensorboard": "tensorboard",
@@ -47,7 +48,7 @@ _PACKAGES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status, 2 for a `UserError`."""
+    """Run a command, and return its exit status: 2 for a `UserError`."""
     try:
         try:
             return run(sys.argv[1:] if arguments is None else arguments)
@@ -72,28 +73,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Write what is left for standard output.
+    """Flush standard output.
 
     Raises:
-        OSError: if its reader is gone, or the disk is full.
+        OSError: if the reader is gone, or the disk is full.
     """
     try:
         sys.stdout.flush()
     except OSError:
-        # As Python's documentation has it: at exit nothing is left to be written.
+        # Python's documentation advises this. Python then writes nothing more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command that some words name; its exit status.
+    """Run the command that some words name, and return its exit status.
 
     Raises:
         UserError: for an error that a user can fix.
     """
     own, of_a_script = _parted(words)
     if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in own):
-        raise UserError(  # often a variable of the shell that is not set
+        raise UserError(  # often from a variable of the shell that is not set
             f"got an empty argument in {shlex.join(words)}; allowed: a value"
         )
     options, unknown = _parser().parse_known_args(own)
@@ -107,7 +108,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _parted(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The words of a command, and those behind the script that it checks."""
+    """Part the words of a command from the arguments of the script that it checks."""
     for at, word in enumerate(words, 1):
         is_file = word.endswith((".py", ".yaml", ".yml"))
         if is_file and words[0] == "check" and not re.search("^-|=", word):
@@ -132,7 +133,7 @@ def _parser() -> Parser:
 
 
 def _status(options: Namespace) -> int:
-    """The exit status of a command, after it has run."""
+    """Run a command and return its exit status. A missing package is a `UserError`."""
     try:
         return int(options.run(options))
     except ModuleNotFoundError as error:
@@ -154,8 +155,8 @@ def _how_to_add(package: str) -> str:
 
 
 def _note(error: UserError) -> None:
-    """Note why a task ends in the metadata of its run."""
-    # They need torch, as the task does.
+    """Write why a task ends to the overview and the metadata of its run."""
+    # These imports need torch, as the task does.
     import determined as det  # noqa: PLC0415
 
     from determined_amp.trial.notes import failure_noted  # noqa: PLC0415

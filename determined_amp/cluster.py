@@ -1,15 +1,15 @@
-"""The commands `train`, `score`, `find` and `check` as the task of a trial on a
-Determined cluster.
+"""Runs `train`, `score`, `find` and `check` as the task of a trial on a Determined
+cluster.
 
 The platform has sampled the hyperparameters of the trial; `info.trial.hparams` has
 them.
 
 score   Measures on a few frozen batches how many optimizer steps the trial's loss scale
         loses; nothing is trained. All trials use the seed of the experiment, so they
-        have the same parameters and batches. Of several that lose none, the platform
-        may name any as the best.
+        have the same parameters and batches. If several trials lose none, the platform
+        may name any of them as the best.
 find    Finds the loss scale in one pass over a few batches. The log ends with tables
-        and verdict. The checkpoint holds everything in `loss_scale.json`.
+        and the verdict. The checkpoint has everything in `loss_scale.json`.
 check   Says what is wrong with the trial's own AMP. The findings end the log.
 """
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 def train_task(options: Namespace) -> None:
     """Train the trial of this task."""
     experiment = _experiment(options)
-    _ = experiment.max_length  # raises if there is none
+    _ = experiment.max_length  # raises if the configuration has none
     start_ranks(*options.words)
     of_this_task = task_info().trial
     if TRIAL_SEED in of_this_task.hparams:
@@ -89,8 +89,8 @@ def find_task(options: Namespace) -> None:
 
 
 def check_task(options: Namespace) -> None:
-    """Examine the trial of this task; the findings end the log, and their number is a
-    metric.
+    """Examine the trial of this task. The findings end the log, and the number of
+    faults is a metric.
     """
     with task_without_trial() as (config, core_context):
         findings = examine(config, "experiment", options.trial, print)
@@ -102,10 +102,8 @@ def check_task(options: Namespace) -> None:
 
 @contextmanager
 def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
-    """Configuration and context of a task that makes its trial in processes of their
-    own.
-
-    The reason of a `UserError` goes to the overview and the metadata of the run.
+    """Yield configuration and context of a task that makes its trial in other
+    processes.
 
     Raises:
         UserError: if the task has several slots.
@@ -121,7 +119,7 @@ def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
         **task_configuration(info),
         "hyperparameters": info.trial.hparams,
     }
-    # It warns that it writes by torch, as it does in every task without TensorFlow.
+    # In every task without TensorFlow, this logger warns that it writes by torch.
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
     with core.init(distributed=core.DummyDistributedContext()) as core_context:
         yield config, core_context
@@ -142,12 +140,11 @@ def _has_several_slots(info: det.ClusterInfo) -> bool:
 
 
 def start_ranks(*command: str) -> None:
-    """In a task of several slots, replace this process by Determined's launcher of a
-    command.
+    """In a task of several slots, replace this process by Determined's launcher.
 
-    Call it after the configuration was checked, so that mistakes are reported once and
-    without the launcher's traceback. In a process that the launcher has started, it
-    returns.
+    The launcher starts `command` for every slot; in a process that it started, this
+    function returns. Call it after checking the configuration, so that mistakes are
+    reported once and without the launcher's traceback.
     """
     if not _has_several_slots(task_info()) or "RANK" in os.environ:
         return
@@ -164,9 +161,7 @@ def task_info() -> det.ClusterInfo:
 
 
 def _experiment(options: Namespace) -> Experiment:
-    """The experiment of a trial on a cluster, with the hyperparameters that were
-    sampled for it.
-    """
+    """The experiment of a trial on a cluster, with its sampled hyperparameters."""
     info = task_info()
     return parse(
         task_configuration(info),
@@ -178,10 +173,10 @@ def _experiment(options: Namespace) -> Experiment:
 
 @contextmanager
 def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
-    """Determined's context of a task.
+    """Yield Determined's context of a task.
 
-    Determined drops the reason of an `InvalidHP`. It goes to the overview and the
-    metadata of the run, and is the last line of its log.
+    Determined drops the reason of an `InvalidHP`. We write the reason to the overview
+    and the metadata of the run, and print it as the last line of the log.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams = dict(experiment.hyperparameters)
@@ -199,15 +194,15 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
                 raise
     except SystemExit as left:
         if isinstance(left.__context__, det.InvalidHP):
-            # To stderr, like Determined's own lines: otherwise they may follow it in
-            # the log.
+            # Determined's own lines go to stderr. On stdout, this line might not be the
+            # last one of the log.
             print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
         raise
 
 
 @contextmanager
 def _opened(experiment: Experiment) -> Iterator[OpenTrial]:
-    """The trial, made with the experiment's seed instead of the trial's seed."""
+    """Make the trial with the seed of the experiment instead of the trial's seed."""
     task_info().trial.trial_seed = experiment.seed
     with _context(experiment) as context:
         noted: Values = {"seed": experiment.seed, "failure": None}
@@ -221,7 +216,7 @@ def _opened(experiment: Experiment) -> Iterator[OpenTrial]:
 def _leave_finding(
     context: pytorch.PyTorchTrialContext, answer: FoundScale, batches: int
 ) -> None:
-    """Report the finder's answer to the master, and store all of it."""
+    """Report the finder's answer to the master, and store the whole answer."""
     finding = answer.finding
     scale_log2 = finding.answer_log2
     metrics = {"range_bits": finding.range_bits}

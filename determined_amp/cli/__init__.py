@@ -1,1 +1,1 @@
-"""The commands of `det-amp`: their options, and what each does."""
+"""The commands of `det-amp`, with their options."""

@@ -19,7 +19,7 @@ def add_audit(add_parser: AddParser) -> None:
 
 
 def _audit(options: Namespace) -> int:
-    """Audit a batch and print the table; 0 if the audit passed, 1 if it failed."""
+    """Audit a batch and print the table. Return 0 if the audit passed, else 1."""
     experiment = experiment_of(options)
     # These import torch, which takes seconds.
     from determined_amp.amp.rehearse.precision_audit import AuditError  # noqa: PLC0415

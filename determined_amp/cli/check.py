@@ -8,8 +8,8 @@ It can be the entrypoint of an experiment on a cluster, with the options `--tria
 `--json`.
 
 `check SCRIPT.py ARGUMENTS` runs any script that trains, as it is, until the doctor has
-seen enough. Determined is not needed for that. `check --explain KEY` prints what there
-is to know of a finding.
+seen enough. Determined is not needed for that. `check --explain KEY` explains a
+finding.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from determined_amp.check.finding import CheckFindings
 
 
-# Options for a script that it may have itself, too.
+# Options of `check` that a script may have itself, too.
 _OPTIONS = ("--json", "--minutes", "--in-place")
 
 _MINUTES = 2.0
 
-# What of the row of a finding is printed, and its name.
+# The keys of a finding's row that are printed, and their labels.
 _SHOWN = {
     "evidence": "evidence",
     "means": "it means",
@@ -94,10 +94,11 @@ def add_check(add_parser: AddParser) -> None:
 
 
 def _check(options: Namespace) -> int:
-    """Examine a trial and print the findings; 0 without a fault, else 1.
+    """Examine a trial or a script and print the findings. Return 0 without a fault, or
+    else 1.
 
-    In a task on a cluster it is 0 even with faults, so that the cluster does not
-    restart it.
+    A task on a cluster returns 0 even with faults, so that the cluster does not restart
+    it.
     """
     if is_task():
         start_server("determined_amp.check.doctor")
@@ -116,8 +117,8 @@ def _check(options: Namespace) -> int:
         options.parser.error("--minutes and --in-place are for a SCRIPT.py")
     experiment = experiment_of(options)
     start_server("determined_amp.check.doctor")
-    # Imported after the server starts: both spend seconds importing torch, at the same
-    # time.
+    # Import this after the server starts, so that both import torch at the same time.
+    # It takes seconds.
     from determined_amp.check.doctor import PATIENCE, RUNS, examine  # noqa: PLC0415
 
     _say(
@@ -129,7 +130,7 @@ def _check(options: Namespace) -> int:
 
 
 def _explained(key: str) -> str:
-    """The row of a finding, or the names of all."""
+    """The row of a finding; without a key, the name and sentence of every finding."""
     if not key:
         return "\n".join(f"{key:24}{row['sentence']}" for key, row in ROWS.items())
     if key not in ROWS:
@@ -156,7 +157,7 @@ def _answer(findings: CheckFindings, options: Namespace) -> int:
 
 
 def _refuse_script(options: Namespace) -> None:
-    """Refuse a script that is not there, and options that are not for one."""
+    """Refuse a script that does not exist, and options that are for a YAML only."""
     if options.trial or options.overrides or options.precision:
         options.parser.error(
             "--trial, --config and --precision are for a YAML; options of a script "
@@ -169,7 +170,7 @@ def _refuse_script(options: Namespace) -> None:
 
 
 def _shared(options: Namespace) -> str:
-    """Which options of ours the script gets, in a line; empty if none."""
+    """Say in a line which options of `check` the script gets; empty if it gets none."""
     given = [word.partition("=")[0] for word in options.arguments]
     both = [word for word in given if word in _OPTIONS]
     if not both:

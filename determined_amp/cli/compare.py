@@ -69,9 +69,7 @@ def add_compare(add_parser: AddParser) -> None:
 
 
 def _compare(options: Namespace) -> int:
-    """Compare the precisions of a trial, until there is an answer or a signal stops
-    it.
-    """
+    """Compare the precisions of a trial. Return 130 if a signal stops it, else 0."""
     chosen = [p for p in Precision if p.value in options.precisions]
     if len(chosen) < 2 or Precision.FP32 not in chosen:
         names = " ".join(options.precisions)
@@ -79,15 +77,15 @@ def _compare(options: Namespace) -> int:
             f"--precisions: got {names}; allowed: fp32, and what to compare with it"
         )
     options.precisions = chosen
-    # What is imported after the server starts spends seconds importing torch, as the
-    # server does at the same time.
+    # The imports below come after the server starts, so that this process and the
+    # server import torch at the same time. It takes seconds.
     if is_task():
         start_server()
         from determined_amp.compare.comparison_task import compare_on_cluster  # noqa: PLC0415
 
         compare_on_cluster(options)
         return 0
-    options.precision = Precision.FP32.value  # that of the YAML counts for nothing
+    options.precision = Precision.FP32.value  # the precision of the YAML is ignored
     experiment = experiment_of(options)
     check_comparable(experiment, options.batches)
     start_server()

@@ -56,7 +56,7 @@ def _find(options: Namespace) -> int:
         find_task(options)
         return 0
     target = options.json
-    # Before the work, and so that no YAML is replaced.
+    # Check the file before the work. Its suffix makes sure that no YAML is replaced.
     if target and (target.suffix != ".json" or not target.parent.is_dir()):
         text = f"got {target}; allowed: a name in .json, in a folder that exists"
         raise ConfigError("--json", [text])

@@ -1,6 +1,6 @@
-"""The options that several commands share, and the configuration that they lead to.
+"""Adds the options that several commands share, and reads the configuration from them.
 
-Nothing here imports torch: a mistake in an option or in a YAML is named at once.
+Nothing here imports torch, so a mistake in an option or in a YAML is named at once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PRECISIONS = [precision.value for precision in Precision]
 
 
 class Parser(ArgumentParser):
-    """Raises a `UserError` for a mistake, which the door prints and a task notes.
+    """A parser that raises a `UserError` for a mistake. `main` prints the error.
 
     Attributes:
-        instead: What to type in place of words that are no options.
+        instead: What to type instead of words that are no options.
     """
 
     instead = ""
@@ -41,26 +41,26 @@ class Parser(ArgumentParser):
         raise UserError(f"{self.prog}: {message}; {self.prog} --help lists all")
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Raise for words that no option takes."""
+        """Raise a `UserError` for words that no option takes."""
         known = re.findall(r"--[\w-]+", self.format_help())
         option = words[0].partition("=")[0] if words[0].startswith("--") else ""
         near = near_name(option, known, self.instead)
         self.error(f"unrecognized arguments: {shlex.join(words)}{near}")
 
 
-AddParser = Callable[..., Parser]  # adds a command to the program, as argparse does it
+AddParser = Callable[..., Parser]  # argparse's method that adds a command
 
 
 def add_command(
     add_parser: AddParser, name: str, text: str, run: Callable[[Namespace], int]
 ) -> Parser:
-    """Add a command; returns its parser.
+    """Add a command, and return its parser.
 
     Args:
-        add_parser: Adds it to the program.
-        name: Its name.
-        text: What it does, for `--help`.
-        run: Does it, given the options; returns the exit status.
+        add_parser: Adds the command to the program.
+        name: The name of the command.
+        text: What the command does, for `--help`.
+        run: Runs the command with its options, and returns the exit status.
     """
     description = f"{text[0].upper()}{text[1:]}."
     parser = add_parser(name, help=text, description=description)
@@ -71,14 +71,14 @@ def add_command(
 def add_trial_options(
     parser: Parser, *, precision: bool = True, needs_config: bool = True
 ) -> None:
-    """Add what opens a trial.
+    """Add the options that open a trial.
 
-    In a task on a cluster the only option is `--trial`: the task has its own
+    In a task on a cluster the only option is `--trial`, because the task has its own
     configuration.
 
     Args:
-        parser: Of the command.
-        precision: Whether it has the option `--precision`.
+        parser: The parser of the command.
+        precision: Whether the command has the option `--precision`.
         needs_config: Whether the experiment YAML is required.
     """
     parser.add_argument(
@@ -113,15 +113,16 @@ def add_trial_options(
 
 
 def configuration_of(options: Namespace) -> Config:
-    """The configuration that the options lead to, unchecked.
+    """Read the configuration that the options describe, without checking it.
 
     Args:
-        options: `config`, `overrides`, and `precision` where the command has it.
+        options: `config`, `overrides`, and `precision` if the command has it.
 
     Raises:
         ConfigError: if the YAML cannot be read, or an override is malformed.
+        UserError: if the file is Python.
     """
-    # A loop of PyTorch needs none of the packages that read YAML.
+    # `check SCRIPT.py` must work without the packages that read YAML.
     from determined_amp.experiment.experiment import read_yaml  # noqa: PLC0415
     from determined_amp.experiment.overrides import in_precision, with_overrides  # noqa: PLC0415
 
@@ -137,11 +138,11 @@ def configuration_of(options: Namespace) -> Config:
 
 
 def experiment_of(options: Namespace) -> Experiment:
-    """The experiment that the options lead to, checked as far as it goes without the
-    trial.
+    """Read the experiment that the options describe, and check it without its trial.
 
     Raises:
         ConfigError: naming every mistake.
+        UserError: if the file is Python.
     """
     from determined_amp.experiment.experiment import experiment_in  # noqa: PLC0415
 

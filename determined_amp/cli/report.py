@@ -1,9 +1,9 @@
 """The command `report`: show a run, rank the trials of a search, or compare precisions.
 
-A single run has a report of its own: how it ended, its curves, and where its files are.
-A search over precisions, and several sources, are compared: the runs must differ in
-precision and seed only, and include fp32 or tf32. `report precision` compares the runs
-of any source.
+The report on a single run shows how it ended, its curves, and where its files are. For
+a search over precisions, or several sources, the report compares the runs. They must
+differ in precision and seed only, and include fp32 or tf32. `report precision` compares
+the runs of any source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from determined_amp.cli.options import AddParser, add_command, positive
 if TYPE_CHECKING:
     from determined_amp.report.page import Written
 
-# Said first, it asks for a comparison of sources that have another report.
+# As the first word, it asks for a comparison of sources that have another report.
 _PRECISION = "precision"
 
 
@@ -75,7 +75,7 @@ def _report(options: Namespace) -> int:
 
 
 def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written:
-    # Numpy and the SDK take a second, matplotlib another.
+    # Importing NumPy and the SDK takes a second, and matplotlib takes another.
     from determined_amp.report.comparison import compare_runs  # noqa: PLC0415
     from determined_amp.report.master_runs import fetch_comparison  # noqa: PLC0415
     from determined_amp.report.precision_report import write_precision_report  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """The command `score`: measure how many optimizer steps an initial loss scale loses.
 
 The trial is not trained; see `determined_amp.finder.scale_score`. The scale is
-`amp.init_scale`, or that of the trial's own `GradScaler`.
+`amp.init_scale`, or the scale of the trial's own `GradScaler`.
 
 It can be the entrypoint of an experiment on a cluster, with the options `--trial` and
 `--batches`. A search over `amp.init_scale` then scores every scale.

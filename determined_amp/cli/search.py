@@ -6,8 +6,8 @@ folder per trial. Ctrl-C stops it. If the search or a trial was stopped or kille
 `--resume` continues every trial from its newest checkpoint. `optuna-dashboard
 sqlite:///FOLDER/study.db` shows a search, even while it runs.
 
-What differs from a search on a cluster is in docs/cluster.md, "The same search without
-a cluster".
+docs/cluster.md says how this differs from a search on a cluster, in "The same search
+without a cluster".
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from determined_amp.cli.options import (
 )
 from determined_amp.search.server import start_server
 
-# Each trial is a process with its own torch. A larger machine may have one per
-# processor.
+# Each trial is a process with its own torch. A machine with more processors may have
+# one worker per processor.
 _MOST_WORKERS = 16
 
 
@@ -50,7 +50,7 @@ def add_search(add_parser: AddParser) -> None:
 
 
 def _search(options: Namespace) -> int:
-    """Run a search or continue one; the exit status is that of `run_search`."""
+    """Run or continue a search, and return the exit status of `run_search`."""
     if bool(options.config) == bool(options.resume):
         options.parser.error("give either a search YAML, or --resume FOLDER")
     if options.resume and (options.overrides or options.trial):
@@ -71,8 +71,8 @@ def _search(options: Namespace) -> int:
         config = with_trial(configuration_of(options), options.trial)
         plan = SearchPlan(config, options.config)
     start_server()
-    # Imported after the server starts: both spend seconds importing torch, at the same
-    # time.
+    # Import this after the server starts, so that both import torch at the same time.
+    # It takes seconds.
     from determined_amp.search.optimize import new_search, run_search  # noqa: PLC0415
 
     folder, workers = options.resume, options.workers

@@ -45,9 +45,7 @@ def add_train(add_parser: AddParser) -> None:
 
 
 def _train(options: Namespace) -> int:
-    """Train until the run has completed, or a signal stops it; then the status is
-    130.
-    """
+    """Train until the run completes. Return 130 if a signal stops it, else 0."""
     if is_task():
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
 
