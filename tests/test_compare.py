@@ -330,6 +330,7 @@ def test_task_that_was_paused_after_its_answer_ends(tmp_path, monkeypatch):
         (1, {"epochs": 3}, 48),
         (1, None, 2200),
         (32, {"batches": 24}, 32),  # one whole window at least
+        (7, {"batches": 20}, 21),
         (1, {"batches": 5}, LEAST_BATCHES),  # long enough to have a speed
     ],
 )

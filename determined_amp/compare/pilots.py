@@ -95,8 +95,8 @@ class PilotResults:
         Raises:
             PilotError: if the pilot is too slow.
         """
-        if pilot.seconds_per_batch > self.slowest:
-            factor = TOO_SLOW * pilot.seconds_per_batch / self.slowest
+        if pilot.seconds_per_batch > self.slowest_allowed:
+            factor = TOO_SLOW * pilot.seconds_per_batch / self.slowest_allowed
             raise PilotError(
                 f"for time: a batch takes {factor:.0f} times as long as in fp32 "
                 f"(`det-amp train YAML --precision {precision.value}` trains in it all "
@@ -105,7 +105,7 @@ class PilotResults:
         self.pilots[precision] = pilot
 
     @property
-    def slowest(self) -> float:
+    def slowest_allowed(self) -> float:
         """Most seconds that a batch may take; infinite before the pilot in fp32."""
         base = self.pilots.get(Precision.FP32)
         return TOO_SLOW * base.seconds_per_batch if base else math.inf
@@ -185,7 +185,7 @@ def run_pilots(
         made = pilot_of(experiment, precision, LEAST_BATCHES)
         try:
             pilot = train_pilot(made, folder / precision.value, what)
-            if pilot.seconds_per_batch > results.slowest:
+            if pilot.seconds_per_batch > results.slowest_allowed:
                 # The machine may have been busy.
                 place = folder / f"{precision.value}-again"
                 again = train_pilot(made, place, f"{what}, once more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class ComparisonPlan:
         return max(self.seconds * _RESERVE, self.allowed)
 
     @property
-    def announced(self) -> float:
+    def longest_seconds(self) -> float:
         """Upper limit of the total time, including the report, in seconds."""
         return self.time_limit + GRACE + _REPORT_SECONDS
 
@@ -50,8 +51,8 @@ def plan_of(
 ) -> ComparisonPlan:
     """Plan runs of `--batches`, or of as many batches as fit into `--minutes`.
 
-    Without `--batches`, a run has `LEAST_BATCHES` or more, then rounded down to whole
-    reporting periods.
+    Without `--batches`, a run has whole reporting periods, and `LEAST_BATCHES` or
+    more: shorter runs report no speed.
     """
     pilots = results.pilots.values()
     per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
@@ -64,11 +65,12 @@ def plan_of(
         epoch = results.pilots[Precision.FP32].epoch_batches
         if own is not None and (own.batches or epoch):
             wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may end there
-        wanted = max(wanted, LEAST_BATCHES)  # shorter runs report no speed
+        wanted = max(wanted, LEAST_BATCHES)
     else:
         wanted = options.batches
     period = max(int(wanted) // _REPORTS // window, 1) * window
-    batches = options.batches or max(int(wanted) // period, 1) * period
+    least = math.ceil(LEAST_BATCHES / period)
+    batches = options.batches or max(int(wanted) // period, least) * period
     seconds = overhead + batches * per_batch
     return ComparisonPlan(batches, period, options.seeds, seconds, allowed)
 
@@ -79,7 +81,7 @@ def plan_lines(results: PilotResults, plan: ComparisonPlan) -> Iterator[str]:
     yield (
         f"plan: {', '.join(names)} in turn, {counted(plan.seeds, 'run')} of "
         f"{plan.batches} batches each: about {minutes(plan.seconds)}, at most "
-        f"{minutes(plan.announced)}"
+        f"{minutes(plan.longest_seconds)}"
     )
     if any(pilot.is_cut_short for pilot in results.pilots.values()):
         yield "  validation is not in this estimate: no pilot came so far"

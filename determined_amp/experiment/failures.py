@@ -101,8 +101,6 @@ def faults_of_the_trial() -> Iterator[None]:
             raise
         raise type(error)(message.strip()) from error
     except SystemExit as left:
-        if type(left) is not SystemExit:  # a subclass has a meaning of its own
-            raise
         raise UserError(
             f"the trial called sys.exit({left.code!r}); allowed: an exception if it "
             "failed, context.set_stop_requested(True) to stop early"

@@ -142,7 +142,7 @@ class SearchLoop:
     folder: Path
     study: optuna.Study
     workers: int  # number of trials that run at the same time
-    signals: int = 0  # number of requests to stop, by signals, time limit or faults
+    stop_requests: int = 0  # by signals, the time limit or faults
     time_is_up: bool = False  # whether the time limit stopped it
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class SearchLoop:
     @property
     def stopping(self) -> bool:
         """Whether a signal, the time limit or a fault asked to stop."""
-        return self.signals > 0
+        return self.stop_requests > 0
 
     def run(self, waiting: int, seconds: float) -> None:
         """Run the waiting trials.
@@ -183,9 +183,9 @@ class SearchLoop:
 
     def stop(self) -> None:
         """Stop the trials at their next report. A second call kills them."""
-        self.signals += 1
+        self.stop_requests += 1
         for _, running in list(self.running.values()):
-            if self.signals == 1:
+            if self.stop_requests == 1:
                 # a trial that trains stops at its next report
                 running.process.terminate()
             else:
