@@ -179,6 +179,57 @@ def test_two_steps_of_each_optimizer_overflow_and_a_note_numbers_them(name, skip
     assert note in findings.notes
 
 
+@pytest.mark.parametrize("overflows", [(), (5,)])
+def test_note_says_where_no_overflow_was_made(overflows):
+    with watching(overflows=overflows) as findings:
+        exec(compile(RIGHT["torch_recipe"], "recipe.py", "exec"), prepared())
+    told = [note for note in findings.notes if note.startswith("no overflow was made")]
+    assert len(told) == (not overflows)
+
+
+def test_clip_in_each_micro_batch_is_not_ordered_to_its_place():
+    """There `unscale_` would raise in the second one."""
+    script = """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for number, (inputs, targets) in enumerate(loader(), 1):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if number % 2 == 0:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+    findings = findings_of(script, "micro.py")
+    (fault,) = [each for each in findings if each.key == "clip_scaled"]
+    assert not fault.orders
+    assert "after the last backward of a step" in fault.write
+
+
+def test_steps_that_are_skipped_with_finite_losses_point_to_the_gradients():
+    script = """\
+model, kept = net(), {}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        kept[p] = 0.5 * kept.get(p, 0.0) + 0.5 * p.grad
+        p.grad += kept[p]
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    findings = findings_of(script, "kept.py")
+    (fault,) = [each for each in findings if each.key == "no_steps"]
+    assert fault.write.startswith("the losses are finite")
+
+
 def test_overflow_in_a_forward_is_told_with_its_module_and_what_helps():
     (fault,) = findings_of_mistake("inputs_beyond_float16").faults
     assert "first: a cast in 0 (Linear), beyond float16" in fault.effect

@@ -144,7 +144,7 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     if wrong:
         last = wrong[-1]
         true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
-        holds = not _is_elsewhere(record, last)
+        holds = not any(_is_elsewhere(record, clip) for clip in wrong)
         yield Seen(wrong, holds=holds, true_limit=true_limit, true_norm=true_norm)
 
 
