@@ -209,6 +209,21 @@ for number, (inputs, targets) in enumerate(loader(), 1):
     assert "after the last backward of a step" in fault.write
 
 
+def test_closure_that_divides_its_gradients_by_hand_is_no_mistake():
+    divides = """\
+    for p in model.parameters():
+        p.grad /= scaler.get_scale()
+    return loss
+"""
+    script = WRONG["scaler_steps_lbfgs_with_a_closure"].script
+    script = script.replace("    return loss\n", divides)
+    script = script.replace(
+        "scaler.step(optimizer, closure)", "optimizer.step(closure)"
+    )
+    script = script.replace("    closure()\n", "").replace("    scaler.update()\n", "")
+    assert "closure" not in {each.key for each in findings_of(script, "by_hand.py")}
+
+
 def test_steps_that_are_skipped_with_finite_losses_point_to_the_gradients():
     script = """\
 model, kept = net(), {}

@@ -108,7 +108,8 @@ def _are_as_computed(steps: list[Event]) -> bool:
 def scales_losses_in_a_step(record: Record) -> Found:
     """A closure: the scaler divides before the step, which makes new gradients."""
     inside = record.of("backward", in_step=True)
-    yield Seen([backward for backward in inside if backward.loss.scale])
+    if record.of("closure"):  # a scaler was given it; else its own code may divide
+        yield Seen([backward for backward in inside if backward.loss.scale])
 
 
 def steps_twice(record: Record) -> Found:
