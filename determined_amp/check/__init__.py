@@ -1,43 +1,46 @@
-"""The doctor: says what is wrong with the mixed precision that a training has of its
-own.
+"""The doctor: finds mistakes in the mixed precision that a training has of its own.
 
-`det-amp check CONFIG` examines a trial, `check SCRIPT.py` any script.
-Around any loop:
+`det-amp check CONFIG` examines a trial, and `check SCRIPT.py` any script. To examine
+any other loop:
 
     with determined_amp.check.watching() as findings:
         train()
     print(findings)
 
-How an answer is made:
+The recorder notes events while the training runs. Then the rules judge these events,
+and the judge turns what they report into findings. Read the modules in this order:
 
-    any_loop.py, doctor.py      run a loop or a script, and a trial in Determined's loop
-    scratch.py, confinement.py  keep the files of the user as they are
-    recorder.py                 stands between the training and torch: notes events
-    step_gradients.py           follows the gradients of an optimizer to its step
-    forwards.py, losses.py      look at forwards, and into the graph of a loss
-    causes.py                   looks for the first operation that is not finite
-    interventions.py            makes overflows, and moves loss scales
-    stand_in.py                 lets "cuda" mean the CPU where there is no GPU
-    record.py                   what was seen, as plain data
-    invariants.py               rules: what holds for every right training
-    rules.py                    rules: mistakes that are known
-    findings.json               a row for each finding, with its rules and its words
-    judge.py                    asks the rules, and leaves out what others explain
-    advice.py                   puts what to write in the words of the script
-    finding.py                  what is printed
+1. finding.py: a finding as it is printed. `findings.json` has a row for each kind of
+   finding, with its rules and its text.
+2. record.py: what a training did, as plain data: events, windows, scalers, schedules.
+3. recorder.py: hooks into torch, which note the events.
+4. step_gradients.py: the gradients of one optimizer, from a backward to its step.
+5. interventions.py: forced overflows and moved loss scales.
+6. losses.py: what the autograd graph says about a loss, such as its scale.
+7. forwards.py: modules that run, under autocast or not, and overflows in validations.
+8. causes.py: the first operation whose result is not finite, and what helps.
+9. stand_in.py: lets `"cuda"` mean the CPU on a machine without a GPU.
+10. invariants.py: rules about what holds for every correct training.
+11. rules.py: rules about known mistakes and their lines.
+12. judge.py: asks all rules and merges what they report.
+13. advice.py: adapts the lines to write to the user's script.
+14. any_loop.py: examines a loop or a script.
+15. doctor.py: examines a trial, in Determined's loop.
+16. scratch.py: redirects what a script or trial writes to a scratch folder.
+17. confinement.py: refuses writes that cannot be redirected.
 
-Where a finding comes from: its row names the rules that see it, and a rule reads the
-events of the record. With `findings` as above,
+To find out where a finding comes from, look at its row, which names its rules. A rule
+reads the events of the record. With `findings` as above, this prints all events:
 
     for event in findings.record.events:
         print(event)
 
-prints them all: `record.Event` says what is known of each kind, and `note("KIND", ...)`
-in the recorder is where it is noted.
+`record.Event` lists what is known of each kind of event, and `note("KIND", ...)` shows
+where the event is noted.
 
-To add a finding, write a row and a rule, and a script into tests/wrong_scripts.py, or a
-trial into `PLANTED` of tests/test_check.py where no script can have it. The table in
-docs/check.md, and what `check --explain` prints, are made of the rows.
+To add a finding, write a row, a rule, and a script in tests/wrong_scripts.py. If no
+script can have the mistake, add a trial to `PLANTED` in tests/test_check.py. The table
+in docs/check.md and the output of `check --explain` are made from the rows.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ __all__ = ["Finding", "Findings", "watching"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch on first use, not with this package."""
+    """Import `watching`, and with it torch, on first use."""
     if name == "watching":
         from determined_amp.check.any_loop import watching  # noqa: PLC0415
 

@@ -1,4 +1,8 @@
-"""Says what to write in the words of the script that is to be changed."""
+"""Adapts the advice of a finding to the user's script.
+
+`judge.py` calls `fitted_to_script` for each finding. It replaces words such as
+`optimizer` by the names of the script, and adds the numbers of the script's own lines.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,33 @@ from dataclasses import replace
 
 from determined_amp.check.finding import CheckFinding, code_of
 
-# So many lines before and behind the line of a finding are near it.
+# The largest distance, in lines, of a line that is near that of the finding.
 _NEAR = 8
-# In so many, lines of the script are not to be repeated, and its names are looked for.
+# How far around that line we look for names, and for lines that the script already has.
 FAR = 24
-# The first call of a line, up to its arguments.
+# A call, up to its arguments.
 _CALL = re.compile(r"[\w.]+\(")
 
-# Words of an order for which a script has names of its own: neither attributes, nor
-# keys, nor names of arguments.
+# The words of a `write` line that a script's own names replace. `_WORD` matches no
+# attribute, no key and no name of an argument.
 _WORDS = "scaler|optimizer|scheduler|loss|parameters|max_norm|limit"
 _WORD = re.compile(rf'(?<![.\w"])({_WORDS})\b(?!=)')
 _NAME = r"[\w.]+(?:\[\w+\]|\(\))?"
-# How lines around that of a finding show these names.
+# The calls that show what the script calls its scaler and its optimizer.
 _AROUND = {
     "scaler": re.compile(rf"({_NAME})\.(?:scale|unscale_)\("),
     "optimizer": re.compile(rf"\.(?:unscale_|step)\(({_NAME})[,)]"),
 }
 
-Code = dict[int, str]  # lines of a script by their numbers, the nearest first
+Code = dict[int, str]  # lines of a script by number, the nearest first
 
 
 def fitted_to_script(finding: CheckFinding) -> CheckFinding:
-    """The finding with the names and the numbers of lines that the script has.
+    """Return the finding with the script's names and line numbers in its advice.
 
-    Where all that it orders stands near, in this order, no order is given: the lines
-    may be those of another object, or stand in another place than they should.
+    If the script already has all these lines near the finding, in this order, the
+    finding only advises to look at them. They may belong to another object, or be in
+    the wrong place.
     """
     if not (finding.orders and finding.where):
         return finding
@@ -53,13 +58,16 @@ def fitted_to_script(finding: CheckFinding) -> CheckFinding:
 
 
 def _told(line: str, number: int, is_below: bool, is_known: bool) -> str:
-    """A line of an order, with what stands behind it, if it has no comment.
+    """A line to write, with a comment: the script's own line, or whose optimizer it is.
 
     Args:
         line: The line, with the names of the script.
-        number: That of the script's own; 0 if it has none.
-        is_below: Whether that is below one that is ordered behind it.
+        number: The number of the script's own line; 0 if it has none.
+        is_below: Whether the script has this line below one that must follow it.
         is_known: Whether the name of the optimizer is known.
+
+    Returns:
+        The line itself if it already has a comment, or if there is nothing to add.
     """
     if "#" in line:
         return line
@@ -73,23 +81,23 @@ def _told(line: str, number: int, is_below: bool, is_known: bool) -> str:
 
 
 def _calls(line: str) -> str:
-    """What a line of an order calls; nothing if it is a sentence."""
+    """The first call of a line to write; empty if the line is a sentence."""
     found = _CALL.search(_code_of(line))
     return found[0] if found and not line.startswith("leave ") else ""
 
 
 def _code_of(line: str) -> str:
-    """A line of an order without its comment, as one that imports `nn` has it."""
+    """A line to write without its comment and without `torch.nn.utils.`."""
     return code_of(line).replace("torch.nn.utils.", "")
 
 
 def _number_of(line: str, around: Code) -> int:
-    """The number of the nearest line of the script that is this one, or calls the same.
+    """The number of the nearest line of the script with the same code or the same call.
 
-    Where an order says more in a comment, it must be this one. 0 if there is none.
+    A line to write that has a comment needs the same code. 0 if there is no such line.
     """
     for wanted in (_code_of(line), "" if "#" in line else _calls(line)):
-        its_own = wanted.removeprefix("self.")  # from outside it has another name
+        its_own = wanted.removeprefix("self.")  # the name differs outside a class
         for number, its in around.items():
             if wanted and its_own in its:
                 return number
@@ -100,7 +108,7 @@ def _number_of(line: str, around: Code) -> int:
 
 
 def _names_around(around: Code) -> dict[str, str]:
-    """What the script calls its scaler and its optimizer, if it has one name for it."""
+    """The script's names of scaler and optimizer, if each has a single name."""
     names: dict[str, str] = {}
     for word, shows in _AROUND.items():
         found = {name for code in around.values() for name in shows.findall(code)}
@@ -110,7 +118,11 @@ def _names_around(around: Code) -> dict[str, str]:
 
 
 def _names_in_its_lines(finding: CheckFinding, lines: Iterable[str]) -> dict[str, str]:
-    """The names in the lines of a finding, in place of which others are ordered."""
+    """The script's names in the lines of the finding.
+
+    A line of the finding shows them if it has the form of a line to write, or of the
+    line that this one replaces.
+    """
     names: dict[str, str] = {}
     its = [code for where in finding.where for code in where.code_around(0).values()]
     for line in filter(_calls, lines):
@@ -121,6 +133,6 @@ def _names_in_its_lines(finding: CheckFinding, lines: Iterable[str]) -> dict[str
 
 
 def _pattern_of(code: str) -> re.Pattern[str]:
-    """What finds a line of an order where its words have other names."""
+    """A pattern for the line to write with any names in place of its words."""
     named = _WORD.sub(lambda word: f"(?P<{word[1]}>{_NAME})", re.escape(code))
     return re.compile(named)

@@ -1,5 +1,9 @@
-"""Watches any loop that trains, and any script, without a changed line: a plain one, a
-Core API script, a trainer of another library.
+"""Examines any training loop, and any script, without a change to its code.
+
+`watching` wraps a loop, which may be a plain one, a Core API script or a trainer of
+another library. `examine_script` runs a script for `check SCRIPT.py`. Both run a
+`Recorder` and let `judge.py` judge its record. What a script writes goes to a folder of
+`scratch.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +27,13 @@ from determined_amp.check.record import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, Recorder
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
 
-# Steps of each optimizer: two that overflow, and nine at each of two scales.
+# How many steps of each optimizer are enough: two that overflow, and nine at each of
+# two scales.
 STEPS = 20
-# Until so many it goes on to its first checkpoint.
+# The most steps that a script makes until it saves its first checkpoint.
 MOST_STEPS = 5 * STEPS
 
-# So often a script is told to end before the process is ended.
+# How often a script that goes on gets an `_Enough` before it gets a `SystemExit`.
 _PATIENCE = 5
 
 TOO_SHORT = (
@@ -53,24 +58,25 @@ ONE_RUN = (
 def watching(
     overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = True
 ) -> Iterator[CheckFindings]:
-    """Watch the training in this block; the findings are there when it ends.
+    """Watch the training in this block; its findings are complete when the block ends.
 
         with determined_amp.check.watching() as findings:
             train()
         print(findings)
 
     A few dozen steps are enough. On a machine without a GPU, mixed precision that is
-    written for CUDA runs on the CPU in this block. What the training raises is raised,
-    with its own traceback, after the findings are printed.
+    written for CUDA runs on the CPU in this block. If the training raises an error, the
+    findings are printed to standard error, and the error is raised with its own
+    traceback.
 
     Args:
-        overflows: Windows of each optimizer, from 0, whose gradients are made to
-            overflow, so that the step is skipped. With an empty tuple, what it does on
-            a skipped step is seen only if one is skipped anyway.
-        moves_scale: Whether the loss scale is divided by 256 in some windows, and put
-            back by `update`. That changes no right update beyond the rounding of
-            float16. Without it, and without overflows, the training is left
-            undisturbed.
+        overflows: The windows of each optimizer, counted from 0, whose gradients are
+            made to overflow, so that the step is skipped. If it is empty, what the
+            training does on a skipped step is seen only if a step is skipped anyway.
+        moves_scale: Whether the loss scale is divided, by 256 at most, in half of the
+            windows, and put back by `update`. This changes no correct update beyond the
+            rounding of float16. If it is false and `overflows` is empty, nothing
+            disturbs the training.
     """
     findings = CheckFindings()
     recorder = Recorder(overflows, moves_scale=moves_scale)
@@ -85,9 +91,7 @@ def watching(
 
 @contextmanager
 def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
-    """Watch the training in this block, and fill the findings when it ends, however it
-    does.
-    """
+    """Watch the training in this block, and fill the findings however it ends."""
     recorder.meet_optimizers()
     try:
         with _batches_of_loaders(recorder), recorder.watching():
@@ -97,7 +101,7 @@ def watched(recorder: Recorder, findings: CheckFindings) -> Iterator[None]:
 
 
 def leave_out_doctor(error: BaseException) -> None:
-    """Take the frames of this package out of a traceback, behind the first."""
+    """Remove the frames of this package from a traceback, except the first frame."""
     trace = error.__traceback__
     while trace is not None:
         below = trace.tb_next
@@ -108,8 +112,8 @@ def leave_out_doctor(error: BaseException) -> None:
 
 
 def _kind_of_iterators() -> type:
-    """The class whose `__next__` every iterator over a `DataLoader` has."""
-    generator = torch.Generator()  # so that the global one draws nothing
+    """The class that defines `__next__` for every iterator over a `DataLoader`."""
+    generator = torch.Generator()  # leaves torch's global generator alone
     numbers: Any = [0]
     kinds = type(iter(DataLoader(numbers, generator=generator))).__mro__
     return next(kind for kind in kinds if "__next__" in vars(kind))
@@ -117,8 +121,9 @@ def _kind_of_iterators() -> type:
 
 @contextmanager
 def _batches_of_loaders(recorder: Recorder) -> Iterator[None]:
-    """A batch of a `DataLoader` that is taken with gradients enabled is a training
-    batch.
+    """Note in this block when a `DataLoader` gives a training batch.
+
+    A batch is a training batch if it is taken with gradients enabled.
     """
     kind: Any = _kind_of_iterators()
     own = kind.__next__
@@ -143,21 +148,27 @@ def _batches_of_loaders(recorder: Recorder) -> Iterator[None]:
 
 
 class _Enough(KeyboardInterrupt):
-    """The doctor has seen enough: the script ends as by Ctrl-C."""
+    """Ends a script as Ctrl-C does: the doctor has seen enough."""
 
 
 class _End:
-    """Ends a script: where its optimizers have made enough steps, or when its time is
-    over.
+    """Ends a script when its optimizers have made enough steps, or its time is over.
+
+    Args:
+        recorder: The recorder of the script.
+
+    Attributes:
+        told: How often the script was told to end.
+        is_late: Whether its time was over before it had made enough steps.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.told = 0
-        self.is_late = False  # its time was over first
+        self.is_late = False
         self._recorder = recorder
 
     def look(self) -> None:
-        """Before each backward."""
+        """End the script before a backward, if the doctor has seen enough."""
         steps = self._steps()
         is_enough = steps >= MOST_STEPS or (steps >= STEPS and self.has_saved())
         if self.told or is_enough:
@@ -165,7 +176,7 @@ class _End:
             raise SystemExit if self.told > _PATIENCE else _Enough
 
     def has_saved(self) -> bool:
-        """Whether a checkpoint that can be judged was saved."""
+        """Whether the script saved a checkpoint that can be judged."""
         return bool(self._recorder.record.of("save", optimizer=True))
 
     def _steps(self) -> int:
@@ -173,9 +184,7 @@ class _End:
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
-        """End what runs in this block when so much time has passed, also while it
-        waits.
-        """
+        """End what runs in this block after some seconds, even while it waits."""
         before = signal.signal(signal.SIGALRM, self._time_is_over)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -193,16 +202,16 @@ class _End:
 def examine_script(
     path: str, arguments: Sequence[str], minutes: float, *, in_place: bool
 ) -> tuple[CheckFindings, BaseException | None]:
-    """Run a script as `__main__` under the doctor's eyes.
+    """Run a script as `__main__`, and examine it.
 
     Args:
         path: The script.
-        arguments: Its own.
+        arguments: The script's own arguments.
         minutes: How long it may run.
-        in_place: Whether what it saves goes where it says.
+        in_place: Whether to let it write to the files that it names.
 
     Returns:
-        The findings, and what the script itself raised.
+        The findings, and the error that the script itself raised.
     """
     recorder, findings = Recorder(moves_scale=True), CheckFindings()
     end = _End(recorder)
@@ -228,6 +237,7 @@ def examine_script(
 
 
 def _run(path: str, end: _End) -> None:
+    """Run a script; hide its exit if it succeeded, or if the doctor ended it."""
     try:
         runpy.run_path(path, run_name="__main__")
     except (SystemExit, KeyboardInterrupt) as left:
@@ -238,7 +248,7 @@ def _run(path: str, end: _End) -> None:
 
 @contextmanager
 def _as_started(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Let `sys` be as `python SCRIPT ARGUMENTS` sets it."""
+    """Set `sys.argv` and `sys.path` as `python SCRIPT ARGUMENTS` does."""
     folder = str(Path(path).resolve().parent)
     with (
         patched(sys, "argv", [path, *arguments]),
@@ -248,7 +258,7 @@ def _as_started(path: str, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def announced(file: str, minutes: float, *, in_place: bool) -> str:
-    """What will be done with a script, in a line."""
+    """Say in one line what will be done with a script."""
     changes = (
         "where it says"
         if in_place
@@ -262,5 +272,5 @@ def announced(file: str, minutes: float, *, in_place: bool) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one of its launcher that prints."""
+    """Whether this process is the rank of its launcher that prints."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,10 @@
-"""Finds out why a loss is not finite: which operation makes it so, and what helps."""
+"""Finds the operation that makes a loss not finite, and a precision that helps.
+
+`Attempts` follows the training from loss to loss. After a loss or gradients that are
+not finite, it watches the next forwards with a `CauseWatch`, which computes every
+operation in float32 and in bfloat16, too. The recorder calls it. `forwards.py` asks
+`overflow_in` about validations.
+"""
 
 from __future__ import annotations
 
@@ -26,30 +32,30 @@ from determined_amp.amp.torch_private import CAST, READ, is_in_place
 from determined_amp.check.finding import Where
 from determined_amp.check.record import Cause, Record, users_line
 
-# So many forwards are looked at: each takes several times as long.
+# How many forwards are watched for one reason. Each takes several times as long.
 _MOST_LOOKS = 12
-# After so many backwards a forward is looked at without a reason.
+# The forward after this many backwards is watched without a reason.
 _ANYWAY = (3, 12)
 
 
 class Other:
     """The same forward in another precision, operation by operation.
 
-    Each storage of numbers that was computed has another one here, with the numbers
-    that the operations give in this precision.
+    Each storage that the forward computes has another one here, with the numbers that
+    the operations give in the other precision.
 
     Args:
-        rounds: The dtype that results are rounded to where they have 16 bits; None for
-            float32.
+        rounds: The dtype to which results are rounded where the forward's have 16 bits;
+            None for float32.
     """
 
     def __init__(self, rounds: torch.dtype | None) -> None:
         self._rounds = rounds
-        self._numbers: dict[int, torch.Tensor] = {}  # by the address of the storage
-        self._storages: list[Any] = []  # so that no address is used again
+        self._numbers: dict[int, torch.Tensor] = {}  # by the storage's address
+        self._storages: list[Any] = []  # kept, so that no address is reused
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The numbers that a tensor has in this precision, in float32."""
+        """The numbers of a tensor in the other precision, in float32."""
         numbers = self._numbers.get(_address(tensor))
         if numbers is None:
             return tensor.float() if tensor.dtype in SIXTEEN_BITS else tensor
@@ -58,12 +64,12 @@ class Other:
         )
 
     def compute(self, operation: Any, args: Any, kwargs: Any, *, changes: bool) -> Any:
-        """What an operation gives here; None if it cannot be told.
+        """Compute an operation in the other precision; None if it raises an error.
 
         Args:
             operation: The operation.
             args: Its arguments.
-            kwargs: Those by name.
+            kwargs: Its keyword arguments.
             changes: Whether it changes an argument in place.
         """
 
@@ -79,7 +85,14 @@ class Other:
         return None
 
     def keep(self, args: Any, made: Any, other: Any, *, changes: bool) -> None:
-        """Keep the numbers that an operation has made, if these are no views."""
+        """Keep the result of an operation, unless it is a view.
+
+        Args:
+            args: The arguments of the operation.
+            made: Its result in the forward.
+            other: Its result in the other precision; None if there is none.
+            changes: Whether it changes an argument in place.
+        """
         given = {_address(each) for each in tensors_of(args)}
         results = zip(tensors_of(made), tensors_of(other), strict=False)
         for result, numbers in results if other is not None else ():
@@ -105,15 +118,15 @@ class Other:
 
 
 class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no types
-    """Looks at one forward for what 16 bits cannot hold, whatever the loss is.
+    """Watches one forward for what 16 bits cannot hold, even if the loss is finite.
 
     Args:
         models: The models whose modules name the places.
 
     Attributes:
-        hidden: The first operation that overflows in 16 bits alone.
-        rounded: The first cast of whole numbers to 16 bits that changes one: the
-            largest of them, and the line.
+        hidden: The first operation that overflows in 16 bits and not in float32.
+        rounded: The first cast to 16 bits that changes a whole number: the largest one
+            that it casts, and the line.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -129,11 +142,11 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is READ and not isinstance(args[0], torch.Tensor):
-            return args[0]  # torch hands a number of Python's on as it is
+            return args[0]  # already a Python number
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._graph.in_backward:
-            with suppress(Exception):  # of what no look can read
+            with suppress(Exception):  # some results cannot be read
                 self._glance(func, result, args, kwargs)
         return result
 
@@ -146,7 +159,7 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
         self._look_at_result(func, result, (args, kwargs))
         if getattr(func, "overloadpacket", None) is CAST and self.rounded is None:
             self._compare_whole_numbers(args[0], result)
-        # What changes its argument in place cannot be computed again.
+        # An operation that changed its argument in place cannot be computed again.
         is_first = self.hidden is None and len(self.forward) > known
         if is_first and has_overflown(result) and not _changes(func):
             exact = Other(None).compute(func, args, kwargs, changes=False)
@@ -174,7 +187,7 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
 
 
 class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
-    """Computes one forward in float32 and in bfloat16, too.
+    """Watches one forward, and computes it in float32 and in bfloat16, too.
 
     Args:
         models: The models whose modules name the places.
@@ -183,7 +196,7 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__(models)
         self._float32, self._bfloat16 = Other(None), Other(torch.bfloat16)
-        # Of each place: whether its result is finite in float32, and the line.
+        # Each place, whether its result is finite in float32, and the user's line.
         self._seen: list[tuple[Place, bool, Where | None]] = []
 
     def __torch_dispatch__(
@@ -205,11 +218,16 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
         return result
 
     def is_exact(self, made: torch.Tensor) -> bool:
-        """Whether what this forward has made is finite in float32."""
+        """Whether a result of this forward is finite in float32."""
         return is_finite(self._float32.of(made))
 
     def cause(self, made: torch.Tensor, name: str = "the loss") -> Cause | None:
-        """Why that is not finite; None if no operation of this forward tells."""
+        """Why a result of this forward is not finite; None if no operation explains it.
+
+        Args:
+            made: The result.
+            name: What to call the result.
+        """
         in_float32 = self.is_exact(made)
         seen = [each for each in self._seen if each[1] is in_float32]
         if not seen:
@@ -229,7 +247,7 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
         return Cause(text, where, advice)
 
     def cause_of_gradients(self) -> Cause | None:
-        """Which module makes gradients that are not finite of a loss that is."""
+        """Which backward makes gradients that are not finite, if one is known."""
         if self.backward is None:
             return None
         place = self._in(self.backward)
@@ -238,7 +256,7 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
 
 
 def _are_positions(numbers: torch.Tensor) -> bool:
-    """Whether each is its neighbour and 1, as of `torch.arange`."""
+    """Whether each number is its neighbour plus 1, as in `torch.arange`."""
     if numbers.dtype is not torch.float32 or numbers.numel() < 2:
         return False
     steps = numbers.diff(dim=numbers.shape.index(max(numbers.shape)))
@@ -246,19 +264,19 @@ def _are_positions(numbers: torch.Tensor) -> bool:
 
 
 def _changes(operation: Any) -> bool:
-    """Whether it changes an argument in place."""
-    # `batch_norm` changes its statistics, and its schema does not say so.
+    """Whether an operation changes an argument in place."""
+    # `batch_norm` changes its statistics, but its schema does not say so.
     return is_in_place(operation) or "batch_norm" in str(operation)
 
 
 def overflow_in(module: nn.Module, inputs: Any) -> Cause | None:
-    """Why a forward overflows that would not in float32.
+    """Why a forward overflows in 16 bits only; None if it is not known.
 
     Args:
-        module: A module, which stays as it is.
-        inputs: What it has computed with.
+        module: The module. A copy of it computes the forward again.
+        inputs: The arguments of the forward.
     """
-    # It may refuse a copy, or want arguments by name, too.
+    # The module may refuse a copy, or need keyword arguments.
     with suppress(Exception):
         copied = copy.deepcopy(module)
         watch = CauseWatch([copied])
@@ -270,12 +288,13 @@ def overflow_in(module: nn.Module, inputs: Any) -> Cause | None:
 
 
 def has_overflown(value: Any) -> bool:
-    """Whether it has NaN or infinity; minus infinity is a mask."""
+    """Whether a value has NaN or infinity. Minus infinity is taken for a mask."""
     tensors = [each for each in tensors_of(value) if each.is_floating_point()]
     return any(bool((each.isnan() | each.isposinf()).any()) for each in tensors)
 
 
 def _limit(dtype: torch.dtype) -> str:
+    """Why a result of this dtype overflows."""
     if dtype not in SIXTEEN_BITS:
         return "of numbers that 16 bits have rounded"
     limit = torch.finfo(dtype).max
@@ -283,17 +302,17 @@ def _limit(dtype: torch.dtype) -> str:
 
 
 class Attempts:
-    """Follows each loss to its backward, and looks at those that overflow.
+    """Follows each loss to its backward, and looks for the cause if it is not finite.
 
     Args:
-        record: What is seen is noted there.
-        roots: The modules that the training calls itself.
-        looks_anyway: Whether to look at two forwards without a reason. Meanwhile torch
-            may choose other kernels, which round differently.
+        record: Where causes are noted.
+        roots: The modules that the training itself calls.
+        looks_anyway: Whether to watch two forwards without a reason. While a forward is
+            watched, torch may choose other kernels, which round differently.
 
     Attributes:
         loss: The newest number with a gradient that the training has computed.
-        line: Where it has.
+        line: The user's line that computed it.
     """
 
     def __init__(
@@ -305,18 +324,19 @@ class Attempts:
         self._roots = roots
         self._anyway = _ANYWAY if looks_anyway else ()
         self._batch: Any = None
-        self._left = 0  # forwards that may be looked at, for the newest reason
+        self._left = 0  # forwards that may still be watched for the newest reason
         self._watch: Glance | None = None
-        self._threads: set[int] = set()  # that run backwards: a mode is of one of them
-        self._stack = ExitStack()  # of what watches
+        # The threads that run backwards. A mode watches only one thread.
+        self._threads: set[int] = set()
+        self._stack = ExitStack()  # ends the watch
 
     def begin(self, batch: Any = None) -> None:
-        """A batch begins."""
+        """Begin a batch."""
         self._batch = batch
         self.look()
 
     def look(self) -> None:
-        """Watch what is computed until the next backward, if it is time to."""
+        """Watch the operations until the next backward, if there is a reason to."""
         if self._watch is not None or len(self._threads) > 1:
             return
         count = len(self._record.of("backward"))
@@ -328,16 +348,16 @@ class Attempts:
             self._stack.enter_context(self._watch.watching())
 
     def leave(self) -> None:
-        """Look no further."""
+        """End the watch."""
         self._stack.close()
         self._watch = None
 
     def backward(self, losses: Sequence[torch.Tensor], added: float) -> None:
-        """A backward is over.
+        """Judge a backward that is over.
 
         Args:
-            losses: Where it began.
-            added: The norm of the gradients that it has added.
+            losses: The tensors at which it began.
+            added: How much the norm of the gradients grew.
         """
         self._threads.add(get_ident())
         self._left -= isinstance(self._watch, CauseWatch)
@@ -351,14 +371,21 @@ class Attempts:
         self.leave()
 
     def end_forward(self) -> None:
-        """The batch is over, or its forward begins again."""
+        """Judge a loss that had no backward.
+
+        The batch is over, or the next forward begins.
+        """
         if self.loss is not None and not is_finite(self.loss):
             self._record.note("left_out").where = self.line
             self._judge([self.loss])
         self.loss = None
 
     def _judge(self, bad: Sequence[torch.Tensor]) -> None:
-        """These losses are not finite, or, without any, the gradients are not."""
+        """Note the cause, if it is known, or watch the next forwards.
+
+        Args:
+            bad: The losses that are not finite; if empty, the gradients are not.
+        """
         known = self._record.cause
         if known and (known.is_of_loss or not bad):
             return
@@ -377,4 +404,5 @@ class Attempts:
 
 
 def _address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; 0 for a sparse tensor."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

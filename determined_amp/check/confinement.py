@@ -1,4 +1,8 @@
-"""Refuses what a process would write outside some folders, before it happens."""
+"""Refuses writes outside some folders, before they happen.
+
+This catches what `scratch.py` cannot redirect, such as writes of C++ code and of child
+processes. `scratch.changing_all_in` calls `confine`.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-# Where nothing is kept: terminals, GPUs, shared memory.
+# Folders that stay writable, because they keep nothing: terminals, GPUs, shared memory.
 _DEVICES = ("/dev", "/proc")
 
-# The calls of Landlock, and what they are given: see its manual page, landlock(7).
+# The system calls of Landlock and their arguments, see the manual page landlock(7).
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
-# The rights to write a file, and to remove, make and rename one of any kind; since
-# version 3 also to truncate one. Version 1 refuses each rename to another folder.
+# The rights to write to files, and to remove, make and rename files of any kind; since
+# version 3 also to truncate them. Version 1 refuses every rename to another folder.
 _WRITE, _TRUNCATE = 0b11111111110010, 1 << 14
 
-# Events of Python that change what is at one path or two.
+# Python's audit events that change what is at one path or at two.
 _CHANGES = {"os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "os.truncate"}
 _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -29,8 +33,8 @@ _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 def confine(folders: Sequence[str]) -> None:
     """Refuse what this process would write outside some folders, until it ends.
 
-    Where the kernel has Landlock, that refuses it, also to code in C++ and to child
-    processes. Elsewhere an audit hook does, which hears of Python alone.
+    If the kernel has Landlock, it refuses the writes, also those of C++ code and of
+    child processes. Otherwise an audit hook refuses those that Python reports.
     """
     allowed = [os.path.realpath(each) for each in (*folders, *_DEVICES)]
     if not _confined_by_landlock(allowed):
@@ -38,7 +42,7 @@ def confine(folders: Sequence[str]) -> None:
 
 
 def _confined_by_landlock(folders: Sequence[str]) -> bool:
-    """Confine this thread and all that it starts; false where there is no Landlock."""
+    """Confine this thread and all that it starts; false without Landlock."""
     libc = ctypes.CDLL(None)
     if sys.platform != "linux":
         return False
@@ -59,7 +63,7 @@ def _confined_by_landlock(folders: Sequence[str]) -> bool:
 
 
 def _refuse(folders: Sequence[str], event: str, given: tuple[Any, ...]) -> None:
-    """An audit hook: raise before something changes outside these folders."""
+    """An audit hook that raises an error before something outside changes."""
     if event == "open":
         paths = given[:1] if given[2] & _TO_WRITE else ()
     else:

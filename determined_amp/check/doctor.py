@@ -1,7 +1,8 @@
-"""Examines a trial: a few runs, each in a process of its own, and what they show
-together.
+"""Examines a trial: a few short runs in Determined's loop, judged together.
 
-A run trains a few batches in Determined's own loop.
+`examine` answers `check CONFIG`. Each run trains a few batches in a process of its own,
+with a `Recorder`, and sends its `Record` back. Then `judge.py` judges the record of the
+run and that of its resume.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from determined_amp.trial.determined_private import (
 from determined_amp.trial.random_state import random_state, restore_random_state
 from determined_amp.trial.unmodified import trial_of
 
-# Runs at most: one, one less disturbed, and its resume.
+# The most runs: one, one without overflows, and its resume.
 RUNS = 3
 
 ASK_FOR_AMP = (
@@ -59,35 +60,35 @@ ASK_FOR_AMP = (
     "examines this trial with AMP"
 )
 
-# Windows of batches in an epoch of the doctor's, and batches of a validation.
+# Steps in an epoch, and batches in a validation.
 _EPOCH, _VALIDATION = 4, 4
 
-# Steps that a run makes: two that overflow, and nine at each of two scales.
+# Steps of a run: two that overflow, and nine at each of two scales.
 _STEPS = 20
 
-# Steps before the checkpoint, not at the end of an epoch, and those that a resumed run
-# makes.
+# Steps before the checkpoint, which must not be at the end of an epoch, and steps of a
+# resumed run.
 _SAVED, RESUMED = 10, 2
 
-# Seconds after which a run ends with what it has, and those that it may take with its
-# start.
+# Seconds of training after which a run ends with what it has recorded, and the most
+# seconds that its process may take.
 _TRAINS, PATIENCE = 60.0, 300
-# Seconds in which its process sends what it has seen, and ends.
+# Seconds that its process has to send the record and to end.
 _PARTING = 30
 
-_ENTERED = ExitStack()  # what its process is in until it ends
+_ENTERED = ExitStack()  # contexts that the process of a run stays in
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What to run."""
+    """What one run does."""
 
     config: Config  # the experiment configuration
     source: str  # where it comes from, for error messages
     trial: str | None  # `module:Class`, if the configuration does not name it
-    folder: Path  # an empty one for the checkpoint, or the one that has it
-    overflows: tuple[int, ...] = OVERFLOWS  # steps whose gradients are made to overflow
-    resumes: bool = False  # from the checkpoint in `folder`
+    folder: Path  # for the checkpoint; a resume finds it there
+    overflows: tuple[int, ...] = OVERFLOWS  # windows that overflow, from 0
+    resumes: bool = False  # whether it resumes from the checkpoint in `folder`
 
 
 def examine(
@@ -103,7 +104,7 @@ def examine(
         config: The experiment configuration.
         source: Where it comes from, for error messages.
         trial: `module:Class`, if the configuration does not name it.
-        notify: Called with what happens next.
+        notify: Called with a sentence before each run.
         run: Runs a probe; by default in a fresh process.
 
     Raises:
@@ -122,7 +123,7 @@ def examine(
 def _runs(
     probe: Probe, run: Callable[[Probe], Record], notify: Callable[[str], None]
 ) -> tuple[Record, Record | None]:
-    """What a trial did, and what it did after a resume."""
+    """Run a trial, and its resume if it saved a checkpoint; return both records."""
     notify("training a few batches, two of them with an overflow if it scales its loss")
     record = run(probe)
     if record.disturbed:
@@ -137,9 +138,9 @@ def _runs(
 
 
 def run_afresh(probe: Probe) -> Record:
-    """Run a probe in a process of its own, which prints nothing.
+    """Run a probe in a process of its own, whose output is dropped.
 
-    What its trial changes, changes in the folder of the probe.
+    What the trial writes goes to the folder of the probe.
 
     Raises:
         UserError: if the trial cannot be run.
@@ -157,11 +158,12 @@ def run_afresh(probe: Probe) -> Record:
 
 
 def _enter(directory: str, folder: str) -> None:
-    signal.alarm(PATIENCE)  # it ends the process
+    """Prepare the process of a run."""
+    signal.alarm(PATIENCE)  # ends the process
     os.chdir(directory)
     sys.path.insert(0, directory)
-    leave_the_cluster()  # the doctor may be a task of one, but its runs are not
-    # for data loaders, as in a training
+    leave_the_cluster()  # `check` may be a task there, but its runs are not
+    # data loaders fork, as in a training
     multiprocessing.set_start_method("fork", force=True)
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
@@ -171,19 +173,20 @@ def _enter(directory: str, folder: str) -> None:
 
 
 def _run(probe: Probe) -> Record:
+    """Run a probe, and turn any error into a `UserError`, which can be sent."""
     try:
         return run_here(probe)
     except UserError as error:
         raise UserError(str(error)) from None
-    except BaseException:  # a trial may raise anything, and not all of it can be sent
+    except BaseException:  # some errors of a trial cannot be pickled
         said = traceback.format_exc().strip().splitlines()[-1]
         raise UserError(f"a run of the trial failed: {said}") from None
     finally:
-        signal.alarm(_PARTING)  # a thread that the trial has left may never end
+        signal.alarm(_PARTING)  # a thread of the trial may never end
 
 
 def run_here(probe: Probe) -> Record:
-    """Run it here; the process is used up.
+    """Run a probe in this process, which cannot be used for another run.
 
     Raises:
         UserError: if the configuration is wrong, or the trial cannot be made on this
@@ -199,18 +202,16 @@ def run_here(probe: Probe) -> Record:
             _core_context(probe.folder) as core_context,
         ):
             _train(probe, recorder, core_context)
-    except BaseException as error:  # an `InvalidExperimentException` is no `Exception`
+    except BaseException as error:  # Determined has errors that are no `Exception`
         is_the_users = isinstance(error, (UserError, KeyboardInterrupt))
         if is_the_users and not isinstance(error, CheckpointError):
             raise
-        # What a trial raises is recorded.
+        # The record has the error of the trial.
     return recorder.record
 
 
 def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None:
-    """Train a few batches, beginning with the checkpoint of the first run if the probe
-    resumes.
-    """
+    """Train a few batches, from the first run's checkpoint if the probe resumes."""
     experiment = parse(probe.config, probe.source, trial=probe.trial)
     try:
         context = trial_context(core_context, experiment)
@@ -221,7 +222,7 @@ def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None
         what = f"{type(error).__name__} at {where_raised(error)}: {one_line(error)}"
         raise UserError(f"the trial cannot be made on this machine: {what}") from error
     amp = amp_of(context)
-    if amp is not None:  # its guard would end a run that the doctor makes overflow
+    if amp is not None:  # its guard would end a run that overflows
         amp.guard.enabled = False
     aggregation = aggregation_frequency(context)
     batches, checkpoint = 4 * _STEPS * aggregation, None
@@ -240,7 +241,7 @@ def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None
 
 
 def _core_context(folder: Path) -> core.Context:
-    """One process; all that is written goes to a folder."""
+    """A context of one process that writes everything to a folder."""
     alone = core.DummyDistributedContext()
     checkpoints = storage.SharedFSStorageManager(str(folder))
     return core.Context(
@@ -251,12 +252,11 @@ def _core_context(folder: Path) -> core.Context:
 
 
 class Examined(WatchedController):
-    """Determined's loop, with short epochs, until the optimizers have stepped often
-    enough.
+    """Determined's loop with short epochs, which ends after enough steps.
 
     Args:
-        probe: What to run.
-        recorder: Record it.
+        probe: What the run does.
+        recorder: The recorder of the run.
         fitted: The arguments of `Trainer.fit`.
     """
 
@@ -269,7 +269,7 @@ class Examined(WatchedController):
     def set_data_loaders(self) -> None:
         super().set_data_loaders()
         shorten_epoch(self.context, _EPOCH * aggregation_frequency(self.context))
-        # Again and again: Determined repeats its own loaders alone.
+        # Repeat the batches: Determined only repeats its own kind of loader.
         again = itertools.repeat(self.training_loader)
         self.training_loader: Any = itertools.chain.from_iterable(again)
 
@@ -320,7 +320,7 @@ class Examined(WatchedController):
         self.state.last_ckpt = self.state.batches_trained
 
     def _compare_metrics(self) -> None:
-        """Validate the same weights as the trial does, and in float32."""
+        """Validate the same weights in the trial's precision and in float32."""
         record = self._recorder.record
         if not record.regions_of_validation:
             return
@@ -328,7 +328,7 @@ class Examined(WatchedController):
         reports: list[dict[str, Any]] = []
         for dtype in (None, None, torch.float32):
             restore_random_state(before, 0)
-            # A cast by hand may not fit float32.
+            # A trial that casts by hand may not run in float32.
             with suppress(Exception), float16_as(dtype):
                 reports.append(self.validate())
         del record.events[seen:]
@@ -336,8 +336,8 @@ class Examined(WatchedController):
             return
         as_is, again, exact = reports
         for name, value in as_is.items():
-            # Some draw numbers that no seed fixes, and differ by themselves. A NaN is
-            # none of them.
+            # Some metrics draw random numbers without a seed, and differ each time. NaN
+            # must compare as equal here.
             draws = str(value) != str(again.get(name))
             if util.is_numerical_scalar(value) and name in exact and not draws:
                 record.metrics[name] = float(value), float(exact[name])

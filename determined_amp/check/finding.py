@@ -1,21 +1,27 @@
-"""What the doctor says: one finding for each fault or suspicion.
+"""What `check` prints: a finding for each fault and each suspicion.
 
-`findings.json` has a row for each, in the order in which equal levels are told:
+The rules yield what they have seen (`Seen`), and `judge.py` makes findings of it.
+
+`findings.json` has a row for each kind of finding. The order of the rows is the order
+in which findings of the same level are printed. A row has these keys:
 
     sentence    what is wrong
-    level       of the finding; of two the second, where it is not proven
-    evidence    what it is measured by, for docs/check.md and `--explain`
-    means       what it means, likewise
-    seen        the rules that see it, each a function of `invariants.py` or `rules.py`,
-                with what each has seen in words
-    resumed     the same for a run and its resume, of `doctor.py`
-    errors      parts of the errors that torch raises for it
-    needs_amp   whether it is looked for in a training with AMP alone
-    has_cause   whether the cause of losses that are not finite is told with it
-    write, look the lines to write, or what to look at where these do not hold;
-                `in_a_loop_write` and `in_a_loop_look` where the loop is the user's,
-                `finite_look` where all losses are finite
-    explains    what is not told beside it, with all that those explain
+    level       the level; of two levels, the second unless the fault is proven
+    evidence    how it is measured, for docs/check.md and `--explain`
+    means       what it means, also for docs/check.md and `--explain`
+    seen        its rules, which are functions of `invariants.py` or `rules.py`; each
+                with a text that says what the rule has seen
+    resumed     the same for rules that compare a run and its resume
+    errors      parts of the error messages that torch raises for it
+    needs_amp   whether it is looked for only in a training with AMP
+    has_cause   whether it also reports why a loss is not finite
+    write       the lines to write
+    look        what to look at instead where these lines may be wrong
+    in_a_loop_write, in_a_loop_look
+                the same for a training that Determined's loop does not run
+    finite_look the same where all losses are finite
+    explains    findings that are not printed beside this one, nor are those that they
+                explain in turn
 """
 
 from __future__ import annotations
@@ -39,14 +45,14 @@ ROWS: dict[str, dict[str, Any]] = json.loads(
 
 
 class Level(str, enum.Enum):
-    """How sure the doctor is, and of what."""
+    """How sure the doctor is of a finding."""
 
-    FAULT = "fault"  # seen to do harm
-    SUSPICION = "suspicion"  # looks wrong, and this run does not prove it
+    FAULT = "fault"  # measured, or an error of torch
+    SUSPICION = "suspicion"  # looks wrong, but this run does not prove it
 
 
 def code_of(line: str) -> str:
-    """A line without its comment and its indentation."""
+    """A line of code without its comment and its indentation."""
     return line.partition("#")[0].strip()
 
 
@@ -54,16 +60,21 @@ def code_of(line: str) -> str:
 class Where:
     """A line of the user's code."""
 
-    file: str  # its path, relative to the working directory where it lies inside
+    file: str  # relative if the file is in the working directory
     line: int  # from 1
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
     def code_around(self, count: int) -> dict[int, str]:
-        """The line with as many before and behind it, as far as they can be read.
+        """The code of this line and of the lines around it.
 
-        Without comments and indentation, by their numbers, the nearest first.
+        Args:
+            count: How many lines to take before the line, and behind it.
+
+        Returns:
+            The code by line number, the nearest line first, without comments and
+            indentation; empty if the file cannot be read.
         """
         lines = [(n, code_of(line)) for n, line in enumerate(getlines(self.file), 1)]
         near = [(n, code) for n, code in lines if abs(n - self.line) <= count]
@@ -74,11 +85,12 @@ class Seen:
     """What a rule has seen.
 
     Args:
-        at: The events to name, or lines; without any, nothing was seen.
-        proven: Whether it is a fault, where its row has two levels.
-        holds: Whether the lines to write are right in this training.
-        words: What the words of the rule name. They know these events as `part`, and
-            the newest as `last`; a list is told by its length.
+        at: The events or lines that the finding names. If empty, the rule has seen
+            nothing.
+        proven: Whether it is a fault, if its row has two levels.
+        holds: Whether the row's `write` lines are right in this training.
+        words: The values of the names in the rule's text. The text may also name `at`
+            as `part`, and its last element as `last`. A list is printed as its length.
     """
 
     def __init__(
@@ -99,7 +111,7 @@ Found = Iterator[Seen]
 
 
 class Words(Formatter):
-    """Fills words with numbers that can be read, and with the lengths of lists."""
+    """A formatter that shortens numbers and prints a list as its length."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, list):
@@ -111,19 +123,19 @@ class Words(Formatter):
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """One thing that is wrong, or may be."""
+    """A fault or a suspicion, as it is printed."""
 
-    key: str  # its name, for programs
+    key: str  # the key of its row in findings.json
     level: Level
     sentence: str  # what is wrong
-    where: tuple[Where, ...]  # the lines of the user's that do it; empty if none does
-    effect: str  # what it does to this training, in numbers
-    write: str  # the lines to write instead, or where to look
-    orders: bool = False  # whether `write` holds, or was tried
-    page: str = "docs/check.md"  # explains it
+    where: tuple[Where, ...]  # the lines of the user's code; may be empty
+    effect: str  # what was measured in this training
+    write: str  # the lines to write, or what to look at
+    orders: bool = False  # whether `write` has lines to write
+    page: str = "docs/check.md"  # the page that explains it
 
     def text(self) -> str:
-        """Some lines for the terminal."""
+        """The finding as lines for the terminal."""
         places = ", ".join(map(str, self.where))
         head = f"{self.level.value}: {self.sentence}" + (
             f" ({places})" if places else ""
@@ -137,14 +149,14 @@ class CheckFinding:
 
 @dataclass
 class CheckFindings:
-    """What one examination found: faults first."""
+    """The findings of one examination, faults first."""
 
     all: list[CheckFinding] = field(default_factory=list)
-    # What was not examined, and why: a line each.
+    # What the doctor did to the training, and what it did not examine.
     notes: list[str] = field(default_factory=list)
-    seen: str = ""  # what was examined, in one sentence
-    trained: bool = False  # something was, so that something was examined
-    amp: bool = True  # with autocast, or a loss that was scaled
+    seen: str = ""  # counts of batches and steps, and the kind of AMP
+    trained: bool = False  # whether there was a backward or a step
+    amp: bool = True  # whether it used autocast or scaled a loss
     record: Any = None  # the `Record` that was judged
 
     def __iter__(self) -> Iterator[CheckFinding]:
@@ -152,11 +164,12 @@ class CheckFindings:
 
     @property
     def faults(self) -> list[CheckFinding]:
+        """The findings that are faults."""
         return [finding for finding in self.all if finding.level is Level.FAULT]
 
     @property
     def are_right(self) -> bool:
-        """Whether something was examined, and has no fault."""
+        """Whether something was trained and has no fault."""
         return self.trained and not self.faults
 
     def __str__(self) -> str:
@@ -178,7 +191,10 @@ class CheckFindings:
         return "\n\n".join(filter(None, [head, *body, notes]))
 
     def to_json(self) -> str:
-        """The same for programs; `faults` is the number of the first line."""
+        """The findings as JSON, for programs.
+
+        `faults` is the number of faults, as in the first line of the text.
+        """
         content = {
             "faults": len(self.faults),
             "trained": self.trained,

@@ -1,4 +1,8 @@
-"""Watches forwards: autocast, the weights that it has cast, validations."""
+"""Watches the forwards of all modules: autocast, stale casts of weights, validations.
+
+The recorder calls it from torch's module hooks. If a validation overflows, it asks
+`causes.py` for the cause.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from determined_amp.check.causes import has_overflown, overflow_in
 from determined_amp.check.record import Record
 from determined_amp.check.stand_in import unheard
 
-# So many forwards without gradients are looked at: each takes several times as long.
+# How many overflows in forwards without gradients are examined. Each one computes the
+# forward again, which takes several times as long.
 _MOST_LOOKS = 3
 
 
@@ -24,7 +29,7 @@ class Forwards:
     """What is known of the forwards of all modules.
 
     Args:
-        record: What they do is noted there.
+        record: Where the events and the causes are noted.
 
     Attributes:
         roots: The modules that the training itself has called.
@@ -32,22 +37,23 @@ class Forwards:
 
     def __init__(self, record: Record) -> None:
         self.roots: dict[nn.Module, None] = {}
-        # The modules that have run, each with its buffers that were finite then.
+        # Each module that has run, with the buffers that were finite at its first run.
         self._met: dict[nn.Module, list[str]] = {}
         self._record = record
         self._running: list[nn.Module] = []
-        self._first: nn.Module | None = None  # that was called with gradients
-        self._looks = _MOST_LOOKS  # that validations may still get
-        # Versions of weights at their first use since autocast has dropped its casts.
+        self._first: nn.Module | None = None  # of the first forward with gradients
+        self._looks = _MOST_LOOKS  # examinations that are left
+        # The version of each weight, by id, at its first use since autocast dropped its
+        # casts.
         self._cast: dict[int, int] = {}
 
     def enter_autocast(self) -> None:
-        """The module of this forward may enter it itself."""
+        """Count a forward that enters autocast itself as one under autocast."""
         if self._running and torch.is_grad_enabled():
             self._record.forwards[True] += 1
 
     def begins_again(self, module: nn.Module) -> bool:
-        """Whether the training calls the module with which its batches begin."""
+        """Whether the training itself calls the module that it called first."""
         if self._running:
             return False
         first, self._first = self._first, self._first or module
@@ -55,7 +61,7 @@ class Forwards:
 
     @unheard
     def before(self, module: nn.Module, inputs: Any) -> None:
-        """A hook of all modules."""
+        """A hook before the forward of each module."""
         if not self._running:
             self.roots[module] = None
         self._running.append(module)
@@ -81,7 +87,7 @@ class Forwards:
                     break
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A hook of all modules."""
+        """A hook after the forward of each module."""
         is_validation = len(self._running) == 1 and not torch.is_grad_enabled()
         is_wanted = is_validation and self._looks and not self._record.validation
         if is_wanted and has_overflown(output) and not has_overflown(inputs):
@@ -90,24 +96,24 @@ class Forwards:
         self._running = self._running[:-1]
 
     def drop_casts(self) -> None:
-        """Autocast has dropped its casts."""
+        """Forget the weights that autocast has cast, as it has dropped the casts."""
         self._cast.clear()
 
     def buffers_not_finite(self) -> Iterator[str]:
-        """Those that were finite when they were met."""
+        """Yield the buffers that are not finite now but were at the first run."""
         for module, names in self._met.items():
             for name, buffer in module.named_buffers(recurse=False):
                 if name in names and not is_finite(buffer):
                     yield f"{name} of {self._name_of(module)}"
 
     def holders_of(self, weights: Collection[torch.Tensor]) -> Iterator[str]:
-        """The modules that have run with these weights, one for each weight."""
+        """Yield the module of each of these weights, if it has run."""
         for module in self._met:
             for weight in module.parameters(recurse=False):
                 if weight in weights:
                     yield self._name_of(module)
 
     def _name_of(self, module: nn.Module) -> str:
-        """Its name in the model whose forward runs, or that of its class."""
+        """The name of a module and its class; only the class for a whole model."""
         name, kind = module_names([*self.roots]).get(module), type(module).__name__
         return kind if name in (None, WHOLE_MODEL) else f"{name} ({kind})"

@@ -1,7 +1,8 @@
-"""What the doctor does to a training: it makes overflows and moves loss scales.
+"""Disturbs a training on purpose: makes gradients overflow, and moves loss scales.
 
-A right training gets the same updates: steps with an overflow are skipped, and a scale
-that is a power of two changes nothing beyond rounding.
+The recorder uses `ScaleMoves`, and `step_gradients.py` uses `ForcedOverflows`. A
+correct training gets the same updates: it skips the steps with an overflow, and a loss
+scale that is divided by a power of two changes nothing beyond rounding.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 
 from determined_amp.amp.torch_private import scale_tensor, version_of
 
-# A scale is divided by this at most, or by what leaves as much as `_LEAST`: float16 has
-# few digits for small gradients. Where that is less than `_WORTH`, it stays.
+# A scale is divided by `_MOST` at most, and stays at `_LEAST` or above, because float16
+# has few digits for small gradients. If this allows a division by less than `_WORTH`,
+# the scale is not moved.
 _MOST, _LEAST, _WORTH = 256.0, 16.0, 4.0
 
 
+# The identity of a gradient tensor, and the version of its values.
 Key = tuple[int, int]
 
 
@@ -28,22 +31,23 @@ Key = tuple[int, int]
 class _Moved:
     """What is known of one scaler."""
 
-    windows: int = 0  # that may have been moved
-    decided: bool = False  # about this window
-    true: float | None = None  # the scale that comes back, if it is moved now
+    windows: int = 0  # windows whose scale could be moved
+    decided: bool = False  # whether this window was decided on
+    true: float | None = None  # the scale to put back; None if not moved
 
 
 class ScaleMoves:
-    """Divides the scale of each scaler in half of its windows, from a batch to its
-    `update`.
+    """Divides the scale of each scaler in half of its windows.
 
-    Which windows follows no period, so that a training whose batches alternate is not
-    mistaken. `update` puts the scale back, or after a skipped step the next window
-    does: a training that compares the scale before and after `update` sees a decrease
-    if the step was skipped, and else none.
+    The scale is divided when a batch begins. `update` puts it back, or, after a skipped
+    step, the next window does. So a training that compares the scale before and after
+    `update` sees a decrease exactly if the step was skipped.
+
+    The choice of windows follows no period, so that a training whose batches alternate
+    is not mistaken for one that depends on the scale.
 
     Args:
-        rests: Tells whether the next window is to be left alone.
+        rests: Tells whether to leave the scale alone in the next window.
     """
 
     def __init__(self, rests: Callable[[], bool]) -> None:
@@ -52,11 +56,11 @@ class ScaleMoves:
 
     @property
     def is_moved(self) -> bool:
-        """Whether a scale is moved now."""
+        """Whether a scale is divided now."""
         return any(moved.true is not None for moved in self._known.values())
 
     def begin(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
-        """A window may begin here."""
+        """Move each scale, or leave it, if a window begins here."""
         for scaler in scalers:
             moved, scale = self._known[scaler], scale_tensor(scaler)
             is_decided, moved.decided = moved.decided, True
@@ -67,18 +71,18 @@ class ScaleMoves:
                 continue
             moved.windows += 1
             most = min(_MOST, float(scale) / _LEAST)
-            # The Thue-Morse sequence, and a power of two, which rounds nothing.
+            # The Thue-Morse sequence has no period. A power of two rounds nothing.
             if moved.windows.bit_count() % 2 and most >= _WORTH:
                 moved.true = float(scale)
                 scale.div_(2.0 ** int(math.log2(most)))
 
     def update(self, scaler: Any, own: Callable[[], None], *, sets: bool) -> None:
-        """Update a scale and put it back.
+        """Call a scaler's own `update`, and put its scale back.
 
         Args:
             scaler: The scaler.
             own: Its own `update`.
-            sets: Whether that sets the scale to a number.
+            sets: Whether the training gives `update` a new scale.
         """
         moved = self._known[scaler]
         moved.decided = False
@@ -89,14 +93,14 @@ class ScaleMoves:
         before = float(scale_tensor(scaler))
         own()
         ratio = float(scale_tensor(scaler)) / before
-        # Where a floor has stopped the moved scale, the one that comes back stays.
+        # If a floor stopped the divided scale, the true scale does not change.
         if ratio in (scaler.get_growth_factor(), scaler.get_backoff_factor()):
             moved.true *= ratio
         if ratio >= 1:
             self._put_back(scaler)
 
     def end(self) -> None:
-        """Put back what a training has left moved."""
+        """Put back every scale that is still divided."""
         for scaler in self._known:
             self._put_back(scaler)
 
@@ -108,29 +112,29 @@ class ScaleMoves:
 
 
 class ForcedOverflows:
-    """Makes gradients overflow in some windows, and keeps the true ones.
+    """Makes gradients overflow in some windows, and keeps the true gradients.
 
-    A step that is about to use an overflow gets the true gradients back, so that no
-    overflow of the doctor's reaches weights, moments or averages.
+    A step that is about to use an overflow gets the true gradients back. So no forced
+    overflow reaches weights, moments or averages.
 
     Args:
-        windows: The windows of each optimizer, from 0.
+        windows: The windows of each optimizer, counted from 0.
     """
 
     def __init__(self, windows: Collection[int]) -> None:
         self.windows = windows
-        # Of a weight: which gradient was made to overflow, and its values.
+        # By weight: the key of the gradient that overflows, and its true values.
         self._true: dict[torch.Tensor, tuple[Key, torch.Tensor]] = {}
 
     def make(self, weights: Iterable[torch.Tensor]) -> None:
-        """Make the gradients of these weights overflow."""
+        """Multiply the gradients of these weights by infinity."""
         for weight in weights:
             if weight.grad is not None:
                 self._true[weight] = version_key(weight), weight.grad.detach().clone()
                 _write(weight.grad, weight.grad.data * math.inf)
 
     def divide(self, weights: Iterable[torch.Tensor], divisor: float) -> None:
-        """A scaler has divided the gradients: their true ones are divided, too."""
+        """Divide the true gradients, too, as a scaler has divided the gradients."""
         for weight in weights:
             if weight in self._true:
                 self._true[weight][1].div_(divisor)
@@ -139,11 +143,11 @@ class ForcedOverflows:
         """Replace overflows by the true gradients.
 
         Args:
-            weights: Those of the gradients.
-            factor: What the training multiplies true gradients by.
+            weights: The weights of the gradients.
+            factor: What the training multiplies its gradients by.
 
         Returns:
-            Whether there were any, and not the true ones already.
+            Whether a gradient overflowed that was not yet the true one again.
         """
         has_given = False
         for weight in weights:
@@ -151,42 +155,45 @@ class ForcedOverflows:
             if values is None or weight.grad is None:
                 continue
             true = values * factor
-            # A training that sums in buffers of its own has put them back itself.
+            # A training with buffers of its own may have put back the true values.
             has_given |= not torch.allclose(weight.grad, true, rtol=0.01)
             _write(weight.grad, true)
         return has_given
 
     def stop(self) -> None:
-        """Take all back and make no more: the training raises an error on one."""
+        """Take back all overflows, and make no more.
+
+        The recorder calls this if the training raises an error on an overflow.
+        """
         self.give_back([*self._true])
         self.windows = ()
 
     def are_untouched(self, weights: Iterable[torch.Tensor]) -> bool:
-        """Whether the gradients are still those that were made to overflow."""
+        """Whether the forced overflows are still in these weights' gradients."""
         made = [weight for weight in weights if weight in self._true]
         return bool(made) and all(
             version_key(each) == self._true[each][0] for each in made
         )
 
     def are_in(self, weights: Iterable[torch.Tensor]) -> bool:
-        """Whether overflows are in the gradients of these weights."""
+        """Whether a gradient of these weights was made to overflow."""
         return not self._true.keys().isdisjoint(weights)
 
     def forget(self, weights: Iterable[torch.Tensor]) -> None:
-        """These gradients are gone."""
+        """Forget the overflows of these weights, whose gradients are gone."""
         for weight in weights:
             self._true.pop(weight, None)
 
 
 def version_key(weight: torch.Tensor) -> Key:
-    """What differs as soon as its gradient is another or has other values."""
+    """A key that changes with the gradient tensor of a weight and with its values."""
     gradient = weight.grad
     return (0, 0) if gradient is None else (id(gradient), version_of(gradient))
 
 
 def _write(gradient: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a gradient other values, which does not change its version."""
+    """Write values into a gradient without changing its version."""
     if gradient.is_sparse:
-        gradient.data = values  # `data` of a sparse one is a copy
+        gradient.data = values  # `data` of a sparse tensor is a copy
     else:
         gradient.data.copy_(values)

@@ -1,7 +1,8 @@
-"""What holds for every right training, whatever its lines are: each rule measures it.
+"""Rules about what holds for every correct training, whatever its code looks like.
 
-A rule looks at a record and yields what it has seen. Its name stands in the row of
-`findings.json` whose finding that is.
+Each rule reads a `Record` and yields what it has seen. It is listed by name in the row
+of its finding in `findings.json`, and `judge.py` calls it. Rules about known mistakes
+are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -18,48 +19,50 @@ from statistics import median
 from determined_amp.check.finding import Found, Seen, Where
 from determined_amp.check.record import Event, Record
 
-# Steps after which a scale has settled: 2^16 is 1 then.
+# Steps after which a scale has settled: halved in each, 2^16 is 1 by then.
 _SETTLED = 16
 
-# Skipped steps that are no outliers: so many, and such a share.
+# Skipped steps are no outliers if there are this many, and if they are this share.
 _MANY, _SHARE = 3, 0.25
 
-# Where the scale has settled, this share of skipped steps is none of a usual growth.
+# The usual growth of a settled scale skips less than this share of the steps.
 _OFTEN = 1 / 3
 
-# Relative change of a validation metric by 16 bits that is no rounding, and one that
-# may be some.
+# If a validation metric in 16 bits differs by more than the first share, rounding does
+# not explain it. Above the second share it may explain it.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 
-# Norms that follow the scale differ by more than this factor over so many steps at each
-# scale, or over a few steps where they are nearly proportional to it.
+# Norms follow the scale if they differ by more than `_FACTOR` between scales that each
+# have `_STEPS` steps. With fewer steps, the exponent must be `_EXPONENT` or more.
 _FACTOR, _STEPS, _EXPONENT = 2.0, 8, 0.7
 
-# Where the gradients of some weights are smaller at high scales, less is enough: what
-# float16 loses, it loses at low ones.
+# If the gradients of some weights shrink at high scales, an exponent of this size is
+# enough: rounding in float16 loses gradients at low scales, not at high ones.
 _SHRINKS = 0.45
 
-# Scales so far apart, with so many norms at each, tell whether norms follow the scale.
+# The least ratio of two scales, and the least number of norms at each, to compare them.
 _LEAST_RATIO, _LEAST_NORMS = 15.0, 3
-# So many neighbours of a norm, on each side, are of nearly the same weights.
+# How many neighbours of a norm, on each side, belong to nearly the same weights.
 _AROUND = 2
-# Scaled gradients below this norm are not told: float16 may have lost most of them.
+# Scaled gradients below this norm do not count: float16 may have lost most of them.
 _TINY = 1e-3
-# In this share of the pairs of a low and a high scale the norm differs in the same
-# direction.
+# Of all pairs of a norm at a low and a norm at a high scale, at least this share must
+# differ in the same direction.
 _SEPARATED = 0.8
 
 
-# Steps are made, with all that was computed for them.
+# Skipped steps, batches without a step, and numbers that are not finite.
 
 
 def skips_every_step(record: Record) -> Found:
+    """The scaler skips every step."""
     steps = _steps_of_scalers(record)
     if len(steps) >= _SETTLED // 2 and all(step.skipped for step in steps):
         yield Seen(steps[-1:], part=steps, proven=len(steps) >= _SETTLED)
 
 
 def skips_at_scales_that_were_right(record: Record) -> Found:
+    """Steps are skipped at scales at which a step was made before."""
     late = _late(_steps_of_scalers(record))
     skipped = [step for step in late if step.skipped]
     if len(skipped) >= _MANY:
@@ -68,7 +71,7 @@ def skips_at_scales_that_were_right(record: Record) -> Found:
 
 
 def skips_often(record: Record) -> Found:
-    """As of a scale that grows too soon: each growth costs a step."""
+    """Many steps are skipped, as by a scale that grows too soon."""
     steps = _steps_of_scalers(record)[_SETTLED:]
     skipped = [step for step in steps if step.skipped]
     if len(skipped) >= max(_MANY, _OFTEN * len(steps)):
@@ -76,12 +79,15 @@ def skips_often(record: Record) -> Found:
 
 
 def _steps_of_scalers(record: Record) -> list[Event]:
-    """Those that the doctor has left alone."""
+    """The steps of scalers that the doctor did not disturb."""
     return record.of("step", scaled=True, again=False, disturbed=False)
 
 
 def _late(steps: Sequence[Event]) -> list[Event]:
-    """Steps at a scale at which one was made before: it does not explain a skip."""
+    """The steps at a scale at which, or above which, a step was made before.
+
+    Such a scale does not explain a skip.
+    """
     made_at = (0.0 if step.skipped else step.scale or 0.0 for step in steps)
     largest = accumulate(made_at, max, initial=0.0)
     pairs = zip(steps, largest, strict=False)
@@ -89,7 +95,10 @@ def _late(steps: Sequence[Event]) -> list[Event]:
 
 
 def skips_one_kind_of_batch(record: Record) -> Found:
-    """What begins at one line is always skipped, at scales that were right, too."""
+    """All steps are skipped whose gradients come from the backward of one line.
+
+    Some of them are skipped at scales that were right before.
+    """
     calm = _steps_of_scalers(record)
     late = _late(calm)
     of_lines: dict[Where | None, list[Event]] = defaultdict(list)
@@ -104,11 +113,11 @@ def skips_one_kind_of_batch(record: Record) -> Found:
 
 
 def leaves_out_batches(record: Record) -> Found:
-    """A script may leave out by itself what is not finite."""
+    """Batches whose loss is not finite have no step: the script leaves them out."""
     without = record.of("left_out")
     for window in record.windows:
         lost = window.backwards if window.left_out else window.backwards[: window.lost]
-        # SAM zeroes between two backwards of one batch.
+        # SAM zeroes gradients between two backwards of one batch.
         stepped = {each.batch for each in window.used if window.steps} - {-1}
         without += [
             each
@@ -122,24 +131,30 @@ def leaves_out_batches(record: Record) -> Found:
 
 
 def overflows_and_goes_on(record: Record) -> Found:
-    """What divides by an overflow, or compares with it, is finite again."""
+    """An operation overflows, and the loss is finite again.
+
+    A division by the overflow, or a comparison with it, makes it so.
+    """
     if record.hidden:
         yield Seen([record.hidden.where], operation=record.hidden.text)
 
 
 def rounds_whole_numbers(record: Record) -> Found:
+    """A cast to 16 bits changes whole numbers."""
     if record.rounded:
         largest, where = record.rounded
         yield Seen([where], largest=largest)
 
 
 def begins_at_losses_that_are_not_finite(record: Record) -> Found:
+    """A loss is not finite, but its gradients are."""
     losses = record.of("backward", finite=False)
     used = [backward for backward in losses if math.isfinite(backward.added)]
     yield Seen(used, of=record.of("backward"))
 
 
 def ends_not_finite(record: Record) -> Found:
+    """Weights, buffers or the last losses are not finite at the end."""
     bad = list(record.not_finite)
     last = [backward.finite for backward in record.of("backward")[-3:]]
     if last == [False] * 3:
@@ -150,19 +165,21 @@ def ends_not_finite(record: Record) -> Found:
 
 
 def steps_other_parameters(record: Record) -> Found:
+    """No backward reaches the stepped parameters; the loss depends on others."""
     return _steps_in_vain(record, trains=True)
 
 
 def steps_for_a_loss_without_parameters(record: Record) -> Found:
+    """No backward reaches a parameter: the last loss depends on none."""
     return _steps_in_vain(record, trains=False)
 
 
 def _steps_in_vain(record: Record, *, trains: bool) -> Found:
-    """No backward reaches what is stepped.
+    """No backward reaches the parameters that are stepped.
 
     Args:
         record: The training.
-        trains: Whether parameters are behind its last loss.
+        trains: Whether the last loss depends on parameters.
     """
     steps, losses = record.of("step"), record.of("backward")
     is_used = any(step.norm for step in steps) or any(each.reached for each in losses)
@@ -171,6 +188,7 @@ def _steps_in_vain(record: Record, *, trains: bool) -> Found:
 
 
 def leaves_weights_without_gradients(record: Record) -> Found:
+    """Weights of modules that run get no gradients."""
     steps = record.of("step")
     if record.cut_off and len(steps) >= _MANY:
         names = ", ".join(dict.fromkeys(record.cut_off))
@@ -178,6 +196,7 @@ def leaves_weights_without_gradients(record: Record) -> Found:
 
 
 def never_steps(record: Record) -> Found:
+    """Gradients are zeroed or left out again and again, and there is no step."""
     zeroed = [event for window in record.windows for event in window.zeroed]
     zeroed += [window.unscales[-1] for window in record.windows if window.left_out]
     is_over = record.of("step") or record.error
@@ -187,31 +206,32 @@ def never_steps(record: Record) -> Found:
         yield Seen(zeroed, holds=".step(" not in code)
 
 
-# The scale changes nothing.
+# The loss scale must change nothing.
 
 
-Point = tuple[float, float]  # a scale, and a norm there
+Point = tuple[float, float]  # a scale, and a norm at this scale
 
 
 @dataclass(frozen=True)
 class _Dependence:
     """How norms follow the loss scale."""
 
-    factor: float  # by which medians of norms differ, between high scales and low ones
-    ratio: float  # of the medians of those scales
-    norms: int  # that were measured at least at each of the two
+    factor: float  # the median norm at high scales, divided by the one at low scales
+    ratio: float  # the median of high scales, divided by the one of low scales
+    norms: int  # how many were measured at high or at low scales, whichever is less
 
     @property
     def exponent(self) -> float:
         """The power of the scale that norms are proportional to.
 
-        A norm that the scale does not change has 0, one of scaled gradients 1.
+        It is 0 for norms that the scale does not change, and 1 for those of scaled
+        gradients.
         """
         return math.log(self.factor) / math.log(self.ratio)
 
     @property
     def is_large(self) -> bool:
-        """Whether chance does not make it."""
+        """Whether it is too large for chance."""
         exponent = abs(self.exponent)
         is_sure = self.norms >= _STEPS or exponent >= _EXPONENT
         return is_sure and self.ratio**exponent > _FACTOR
@@ -226,9 +246,11 @@ class _Dependence:
 def _dependence(
     scales_and_norms: Iterable[tuple[float | None, float]],
 ) -> _Dependence | None:
-    """How norms follow the scale; None where too few do, or it has hardly changed.
+    """How norms follow the scale; None if too few norms, or too close scales, tell.
 
-    An infinite norm is that of a step that was skipped at a scale that was right.
+    Args:
+        scales_and_norms: A scale and a norm for each step. The norm is infinite for a
+            step that was skipped at a scale that was right before.
     """
     points = [(s, norm) for s, norm in scales_and_norms if s and norm * s > _TINY]
     scales = [scale for scale, _ in _finite(points)] or [1.0]
@@ -250,13 +272,15 @@ def _dependence(
 
 
 def _finite(points: Iterable[Point]) -> list[Point]:
+    """The points whose norm is finite."""
     return [point for point in points if point[1] < math.inf]
 
 
 def _alternating(points: list[Point], middle: float) -> list[Point]:
-    """Those with one on the other side of a scale among their neighbours.
+    """The points that have a point on the other side of a scale among their neighbours.
 
-    A scale that only grows, or falls, compares early gradients with late ones.
+    If a scale only grows or only falls, other points would compare early gradients with
+    late ones.
     """
     near = []
     for number, point in enumerate(points):
@@ -275,6 +299,7 @@ def _are_apart(low: Sequence[Point], high: Sequence[Point]) -> bool:
 
 
 def gradients_follow_the_scale(record: Record) -> Found:
+    """The gradients of a step depend on the loss scale."""
     for calm in _steps_of_each(record):
         made = [step for step in calm if not step.skipped]
         for what, seen in islice(_dependences(calm, made), 1):
@@ -284,12 +309,12 @@ def gradients_follow_the_scale(record: Record) -> Found:
 def _dependences(
     calm: list[Event], made: list[Event]
 ) -> Iterator[tuple[str, _Dependence]]:
-    """What of the gradients follows the scale, and how."""
-    for norm in ("norm", "unclipped"):  # a clip may hide what its gradients depend on
+    """Yield which gradients depend on the scale, and how."""
+    for norm in ("norm", "unclipped"):  # a clip may hide a dependence
         seen = _dependence(_norms_at_scales(calm, norm))
         if seen and seen.is_large:
             yield "gradients", seen
-    # The norm of all gradients hides those of a weight that became small.
+    # The norm of all gradients hides small gradients of a single weight.
     most = max((len(step.norms) for step in made), default=0)
     whole = [step for step in made if len(step.norms) == most]
     for weight in range(most):
@@ -299,7 +324,11 @@ def _dependences(
 
 
 def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
-    """In the order of the steps; infinite where one skips at a scale that was right."""
+    """The scale and a norm of each step, in their order.
+
+    The norm is infinite for a step that was skipped at a scale that was right before.
+    Other skipped steps are left out.
+    """
     late = _late(steps)
     points = []
     for step in steps:
@@ -311,6 +340,7 @@ def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
 
 
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:
+    """The user's code adds to scaled gradients what is not scaled."""
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.added) for step in steps)
         if seen and seen.exponent <= -_EXPONENT:
@@ -318,7 +348,7 @@ def adds_what_does_not_follow_the_scale(record: Record) -> Found:
 
 
 def rates_follow_the_scale(record: Record) -> Found:
-    """As of a rate that is computed from the norm of scaled gradients."""
+    """The rate depends on the scale: it may come from the norm of scaled gradients."""
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.rate) for step in steps)
         if seen and abs(seen.exponent) >= _EXPONENT:
@@ -326,21 +356,19 @@ def rates_follow_the_scale(record: Record) -> Found:
 
 
 def _steps_of_each(record: Record, **known: bool) -> Iterator[list[Event]]:
-    """The steps of each optimizer that the doctor has left alone."""
+    """Yield the steps of each optimizer that the doctor did not disturb."""
     for optimizer in range(record.optimizers):
         yield record.of("step", optimizer=optimizer, disturbed=False, **known)
 
 
 def divides_what_was_not_scaled(record: Record) -> Found:
-    """A loss was not scaled, or a part of it, and the scaler divides the gradients of
-    all.
-    """
+    """A loss, or a part of it, was not scaled, but its gradients are unscaled."""
     divided = record.of("backward", divided=True)
     unscaled = [b for b in divided if b.loss.unscaled and not b.loss.has_gradient]
     for line in dict.fromkeys(backward.where for backward in unscaled):
         backwards = [backward for backward in unscaled if backward.where == line]
-        # A gradient of a scaled loss that is handed on is scaled, whatever the graph
-        # says.
+        # If the loss continues from a gradient of a scaled loss, its gradients are
+        # scaled although the graph does not show it: they grow with the scale.
         seen = _dependence((each.scale, each.added) for each in backwards)
         is_part = any(backward.loss.scale for backward in backwards)
         if is_part or seen is None or seen.exponent < 0.5:
@@ -348,7 +376,7 @@ def divides_what_was_not_scaled(record: Record) -> Found:
 
 
 def mixes_scales(record: Record) -> Found:
-    """All of a step are multiplied by one scale, and are divided by it."""
+    """The gradients of a step were multiplied or divided by different scales."""
     mixed = [window for window in record.complete if len(window.scales) > 1]
     if len(mixed) > 1:
         last = mixed[-1]
@@ -360,6 +388,7 @@ def mixes_scales(record: Record) -> Found:
 
 
 def uses_an_overflow(record: Record) -> Found:
+    """A scaler's step was about to use a forced overflow."""
     forced = [window for window in record.complete if window.forced]
     steps = [step for window in forced for step in window.steps]
     wrong = [step for step in steps if step.overflows and step.scaled]
@@ -368,10 +397,11 @@ def uses_an_overflow(record: Record) -> Found:
         yield Seen([*hides, *wrong], part=wrong, of=forced)
 
 
-# Forwards and gradients are new.
+# Stale casts, used gradients and rounded weights.
 
 
 def uses_stale_weights(record: Record) -> Found:
+    """A forward computes with casts of weights that have changed since."""
     stale = record.of("stale")
     at = record.of("autocast") or stale
     forwards = sum(record.forwards.values())
@@ -379,13 +409,14 @@ def uses_stale_weights(record: Record) -> Found:
 
 
 def uses_gradients_again(record: Record) -> Found:
+    """Backwards add to gradients that a step has already used."""
     at = [window.backwards[0] for window in record.windows if window.stale]
     if len(at) >= 2:
         yield Seen(at, of=record.of("backward"))
 
 
 def rounds_its_weights(record: Record) -> Found:
-    """Weights that are rounded to 16 bits lose small updates."""
+    """Float32 weights are rounded to 16 bits, which loses small updates."""
     steps = record.of("step", skipped=False)
     rounded = [step for step in steps if step.rounded]
     if rounded:
@@ -397,10 +428,11 @@ def rounds_its_weights(record: Record) -> Found:
 
 
 def metric_differs_in_float32(record: Record) -> Found:
+    """A validation metric differs from that of the same weights in float32."""
     at: list[Event | None] = [*record.regions_of_validation] or [None]
     for name, (was, exact) in record.metrics.items():
         change = abs(was - exact) / max(abs(exact), 1e-12)
-        # Where one alone is not finite, the change is not less than any.
+        # If only `was` is NaN, so is `change`, and `change <= x` is false.
         differs = was != exact and not change <= _MAYBE_CHANGED
         if differs and math.isfinite(exact):
             is_large = not change <= _CHANGED
@@ -408,6 +440,7 @@ def metric_differs_in_float32(record: Record) -> Found:
 
 
 def validation_is_not_finite(record: Record) -> Found:
+    """A forward of a validation overflows only in 16 bits."""
     cause = record.validation
     if cause and not record.metrics:
         yield Seen([cause.where], operation=cause.text)

@@ -1,4 +1,9 @@
-"""Judges what a training did: asks all rules, and leaves out what others explain."""
+"""Turns the record of a training into findings.
+
+`any_loop.py` and `doctor.py` call `judge_record` when the training has ended. It asks
+all rules of `invariants.py` and `rules.py`, leaves out what another finding explains,
+and lets `advice.py` adapt the advice to the script.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +30,11 @@ _STOPS = "the training stops, {backwards} backwards after its begin: {error}"
 
 
 def judge_record(record: Record, resumed: Record | None = None) -> CheckFindings:
-    """All findings of one run: one for each kind of mistake, with all of its lines.
+    """Judge a run: one finding for each kind of mistake, with all of its lines.
 
     Args:
-        record: The run.
-        resumed: One that has resumed it.
+        record: What the run did.
+        resumed: What a run did that resumed from its checkpoint, if there is one.
     """
     kinds = {event.kind for event in record.events}
     trained = not kinds.isdisjoint({"backward", "left_out", "step"})
@@ -49,12 +54,12 @@ def judge_record(record: Record, resumed: Record | None = None) -> CheckFindings
 
 
 def _told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]:
-    """What the rules of a kind tell.
+    """Yield what the rules of a kind find.
 
     Args:
-        kind: `seen`, or `resumed`.
+        kind: The key of the rules in a row: `seen` or `resumed`.
         record: The run that is judged.
-        resumed: One that has resumed it, for the rules of that kind.
+        resumed: The run that resumed it, for the rules of the kind `resumed`.
     """
     for key, row in ROWS.items():
         if record.is_amp or not row.get("needs_amp"):
@@ -64,7 +69,10 @@ def _told(kind: str, record: Record, *resumed: Record) -> Iterator[CheckFinding]
 
 
 def _told_by_error(record: Record) -> Iterator[CheckFinding]:
-    """What the error tells that has ended a training, if it is not by the doctor."""
+    """Yield the finding for the error that ended the training.
+
+    An error that no row knows is not reported if a forced overflow may have raised it.
+    """
     if not record.error:
         return
     key, seen = rules.cause_of_error(record)
@@ -79,13 +87,13 @@ def _told_by_error(record: Record) -> Iterator[CheckFinding]:
 def _findings(
     record: Record, key: str, words: str, seen: Iterable[Seen]
 ) -> Iterator[CheckFinding]:
-    """What has been seen, as findings.
+    """Turn what a rule has seen into findings.
 
     Args:
-        record: Where.
-        key: The name of the finding.
-        words: What was seen, with the names of the words in braces.
-        seen: What a rule has seen.
+        record: The run that is judged.
+        key: The key of the finding's row.
+        words: The rule's text, with names in braces.
+        seen: What the rule has seen.
     """
     row = ROWS[key]
     for each in seen:
@@ -104,7 +112,16 @@ def _findings(
 
 
 def _advice(row: dict[str, Any], seen: Seen, *, in_a_loop: bool) -> tuple[bool, str]:
-    """Whether a row orders lines where this was seen, and which."""
+    """The advice of a row.
+
+    Args:
+        row: The row of the finding.
+        seen: What a rule has seen.
+        in_a_loop: Whether the training does not run in Determined's loop.
+
+    Returns:
+        Whether the advice is lines to write, and the advice.
+    """
     orders = "write" in row and seen.holds
     kind = "write" if orders else "look"
     of_a_trial = row.get(kind, [])
@@ -112,13 +129,14 @@ def _advice(row: dict[str, Any], seen: Seen, *, in_a_loop: bool) -> tuple[bool, 
     return orders, "\n".join(lines)
 
 
-# From what was told to what is shown.
+# Merge findings, and leave some out.
 
 
 def concluded(told: Iterable[CheckFinding]) -> list[CheckFinding]:
-    """One finding of each kind, without what another one explains that is as sure.
+    """Merge findings of the same key, leave out explained ones, and sort faults first.
 
-    Faults come first.
+    A finding is left out if another finding that is a fault, or has the same level,
+    explains it.
     """
     by_key: dict[str, list[CheckFinding]] = defaultdict(list)
     for finding in told:
@@ -138,19 +156,19 @@ def concluded(told: Iterable[CheckFinding]) -> list[CheckFinding]:
 
 
 def _effects(key: str) -> Iterator[str]:
-    """The findings that one explains, with those that they explain."""
+    """The keys that a finding explains, with those that they explain in turn."""
     for effect in ROWS[key].get("explains", ()):
         yield effect
         yield from _effects(effect)
 
 
 def _merged(same: list[CheckFinding]) -> CheckFinding:
-    """One finding of those with the same key: as sure as the surest."""
+    """Merge findings with the same key into one, with the highest of their levels."""
     same = sorted(same, key=_rank)
     equal = [finding for finding in same if finding.level is same[0].level]
     lines = dict.fromkeys(where for finding in same for where in finding.where)
     effects = dict.fromkeys(finding.effect for finding in equal)
-    # An order must hold at all of its lines.
+    # Lines to write must be right at every line of the finding.
     least = min(equal, key=lambda finding: finding.orders)
     return replace(least, where=tuple(lines), effect="; ".join(effects))
 
@@ -160,7 +178,7 @@ def _rank(finding: CheckFinding) -> int:
 
 
 def _with_cause(finding: CheckFinding, record: Record) -> CheckFinding:
-    """The finding; one of what is not finite says why that is so."""
+    """Add the cause of numbers that are not finite, if the row has `has_cause`."""
     if not ROWS[finding.key].get("has_cause"):
         return finding
     cause, effect = record.cause, finding.effect
@@ -178,11 +196,11 @@ def _with_cause(finding: CheckFinding, record: Record) -> CheckFinding:
     return replace(told, write=cause.advice, orders=False)
 
 
-# What is told beside the findings.
+# Notes, and the first line.
 
 
 def _notes(record: Record) -> Iterator[str]:
-    """What the doctor has done to a training, and what it has not examined."""
+    """Yield what the doctor did to the training, and what it did not examine."""
     if record.disturbed:
         yield (
             "the training raises an error on an overflow, and the doctor made one "
@@ -204,11 +222,12 @@ def _notes(record: Record) -> Iterator[str]:
 
 
 def _seen(record: Record) -> str:
+    """Counts of batches and steps, and the kind of AMP, for the first line."""
     dtypes = sorted({region.dtype for region in record.regions})
     autocast = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
     is_there = any(scaler.enabled for scaler in record.scalers)
     scaler = "a GradScaler" if is_there else "no GradScaler"
-    # Where no loader gives batches, nobody knows how many there were.
+    # Without a `DataLoader`, the number of batches is unknown.
     count = f"{record.batches} batches"
     if not record.batches:
         count = f"{len(record.of('backward'))} backwards"

@@ -1,4 +1,8 @@
-"""Reads in the graph of a loss how it was made: scaled, or with gradients in it."""
+"""Reads from the autograd graph how a loss was made: by which scale, from what.
+
+The recorder marks what scalers and `torch.autograd.grad` return, with `mark`. At a
+backward it calls `loss_of`, which walks the graph from the loss to the parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ import torch
 
 from determined_amp.amp.tensors import dtype_name, tensors_of
 
-# In the metadata of a node: what is known of the tensor that it made.
+# The key in a node's metadata for what is known of the tensor that the node made.
 _KNOWN = "determined_amp.check"
-# No graph is read further than this.
+# The largest number of nodes that are read of one graph.
 _MOST_NODES = 20_000
 
 
@@ -22,47 +26,47 @@ _MOST_NODES = 20_000
 class Loss:
     """How a loss was made."""
 
-    scale: float | None = None  # what a `GradScaler` multiplied it by, or a part of it
-    unscaled: bool = False  # parameters are reached past all scales
-    factor: float = 1.0  # what it was multiplied by last, perhaps by that
-    dtype: str = "float32"  # what it is in
+    scale: float | None = None  # the loss scale of it or of a part
+    unscaled: bool = False  # whether a path to the parameters has no scale
+    factor: float = 1.0  # the number that it was multiplied by last
+    dtype: str = "float32"  # its dtype before it was scaled
     has_gradient: bool = (
         False  # it is several numbers, so the backward begins with a gradient
     )
-    trains: bool = False  # parameters are behind it
-    # The scale of gradients that are a part of it, and were not unscaled.
+    trains: bool = False  # whether it depends on parameters
+    # The scale of gradients in it, as in a penalty, that nothing has unscaled.
     penalty: float | None = None
 
 
 def mark(tensors: Any, **known: Any) -> None:
-    """Remember in the graph what is known of tensors.
+    """Note in the graph what is known of tensors.
 
     Args:
         tensors: The tensors, in any containers.
-        known: The `scale` of losses that were scaled, and the `dtype` of what was
-            scaled, or the scale of the loss that they are a `gradient` of, 1 without.
+        known: For scaled losses, the `scale` and the `dtype` before scaling. For
+            gradients, `gradient`: the scale of their loss, 1 if it has none.
     """
     for tensor in tensors_of(tensors):
         node: Any = tensor.grad_fn
-        if node is None:  # of a validation
+        if node is None:  # no graph, as in a validation
             setattr(tensor, _KNOWN, known)
         else:
             node.metadata[_KNOWN] = known
 
 
 def was_scaled(tensor: torch.Tensor) -> bool:
-    """Whether a scaler has made it."""
+    """Whether a scaler made this tensor."""
     node = tensor.grad_fn
     known = getattr(tensor, _KNOWN, {}) if node is None else _known_of(node)
     return "scale" in known
 
 
 def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
-    """How the tensors that a backward begins at were made.
+    """How the tensors at which a backward begins were made.
 
     Args:
         outputs: The tensors.
-        scales: The present scale of each scaler, by which a training may multiply
+        scales: The current scale of each scaler. A training may multiply a loss by one
             itself.
     """
     tensors = [each for each in tensors_of(outputs) if each.grad_fn is not None]
@@ -77,7 +81,7 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
 
 
 def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
-    """Find what multiplies a loss or parts of it."""
+    """Find the scales of a loss or of its parts, and the parameters behind it."""
     gradients: list[float] = []
     numbers = [1.0]
     waiting: list[tuple[Any, float | None]] = [(root, None) for root in roots]
@@ -85,11 +89,11 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
     while waiting and len(seen) < _MOST_NODES:
         node, factor = waiting.pop()
         known, name = _known_of(node), node.name()
-        if "gradient" in known:  # what is behind it is another graph
+        if "gradient" in known:  # the graph behind it is that of another loss
             gradients.append(known["gradient"])
             continue
         scale, number = known.get("scale"), _number_in(node)
-        # By hand; what a scaler has scaled may have such a factor by chance.
+        # The training scales by hand. Behind a scaler's scale, such a factor is chance.
         if name == "MulBackward0" and number in scales and factor is None:
             scale = scale or number
         if scale:
@@ -103,14 +107,14 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
         behind = {(each, factor) for each in _behind(node)} - seen
         seen |= behind
         waiting += behind
-    # What is multiplied or divided by the scale is unscaled.
+    # Gradients that the loss multiplies or divides by their scale are unscaled.
     for gradient in gradients:
         if not any(math.isclose(number, gradient, rel_tol=1e-3) for number in numbers):
             loss.penalty = gradient
 
 
 def _factor_before(node: Any) -> float:
-    """What a loss was multiplied by last, as by a fixed scale."""
+    """The product of the numbers that a loss was multiplied by last."""
     factor = 1.0
     while number := _number_in(node):
         factor *= 1 / number if node.name().startswith("Div") else number
@@ -119,22 +123,24 @@ def _factor_before(node: Any) -> float:
 
 
 def _known_of(node: Any) -> dict[str, Any]:
+    """What is known of the tensor that a node made."""
     known: dict[str, Any] = node.metadata.get(_KNOWN, {})
     return known
 
 
 def _behind(node: Any) -> list[Any]:
+    """The nodes that a node's tensor was computed from."""
     return [each for each, _ in node.next_functions if each is not None]
 
 
 def _number_in(node: Any) -> float | None:
-    """The number that a node multiplies or divides by; None if it is a tensor."""
+    """The number that a node multiplies or divides by; None if there is none."""
     for name in (
         ("_saved_other", "_saved_self")
         if node.name().startswith(("Mul", "Div"))
         else ()
     ):
-        with suppress(RuntimeError, AttributeError):  # freed, or not there
+        with suppress(RuntimeError, AttributeError):  # freed, or another node
             value = torch.as_tensor(getattr(node, name))
             if value.numel() == 1 and not value.requires_grad:
                 return float(value)

@@ -1,5 +1,9 @@
-"""Watches a training: what it does with scaler, optimizers, schedulers, gradients and
-autocast.
+"""Watches a training through hooks into torch, and notes what it does.
+
+Scalers, optimizers, schedulers, backwards, clips, autocast, casts and saves become
+events of a `Record`. The recorder passes what happens to the gradients of an optimizer
+to `step_gradients.py`, and forwards to `forwards.py` and `causes.py`. It also decides
+when `interventions.py` disturbs the training. `any_loop.py` and `doctor.py` run it.
 """
 
 from __future__ import annotations
@@ -61,35 +65,35 @@ from determined_amp.check.record import (
 from determined_amp.check.stand_in import StandIn
 from determined_amp.check.step_gradients import SCALED, StepGradients
 
-Run = Callable[..., Any]  # makes the call that a hook is called in place of
-Hook = Callable[..., Any]  # called with that and the arguments of the call
+Run = Callable[..., Any]  # calls the replaced function with its arguments
+Hook = Callable[..., Any]  # called with a `Run` and the arguments of the call
 
-# Windows of an optimizer, from 0, in which the doctor makes the gradients overflow.
+# The windows of each optimizer, counted from 0, whose gradients are made to overflow.
 OVERFLOWS = (5, 8)
 
 _SCALER = torch.amp.GradScaler
-# Functions without a 16-bit kernel on CUDA, or with a restricted one.
+# Functions that have no 16-bit kernel on CUDA, or only a restricted one.
 _KERNELS = re.compile(
     "fft_|linalg_|i?stft$|(nan)?quantile$|lstsq|svd|qr$|inverse$|det$"
 )
-# What makes a number of Python's of a tensor.
+# The methods that turn a tensor into a Python number.
 _READS = ("item", "__float__", "tolist")
-# Those that do not make themselves as the others do.
+# The constructors that are watched: each other scheduler calls one of these.
 _SCHEDULERS = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler")
 
 
 class Recorder:
-    """Records what the training in `watching` does.
+    """Records what the training in the block of `watching` does.
 
     Args:
-        overflows: Windows of each optimizer in which its gradients are made to
-            overflow.
+        overflows: The windows of each optimizer, counted from 0, in which its gradients
+            are made to overflow.
         moves_scale: Whether to divide loss scales in some windows.
 
     Attributes:
-        record: What was seen.
+        record: What the training did.
         schedules: What is known of each scheduler.
-        before_backward: Called before each; it may end the training.
+        before_backward: Called before each backward. It may end the training.
     """
 
     def __init__(
@@ -100,48 +104,56 @@ class Recorder:
         self.before_backward: Callable[[], None] = lambda: None
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
         self._gradients: list[StepGradients] = []
-        self._parts: dict[Any, list[StepGradients]] = {}  # see `_parts_of`
+        self._parts: dict[Any, list[StepGradients]] = {}  # by optimizer
         self._overflows = ForcedOverflows(overflows)
         self._moves = ScaleMoves(self._rests if moves_scale else lambda: True)
         self._forwards = Forwards(self.record)
         self._attempts = Attempts(
             self.record, self._forwards.roots, looks_anyway=moves_scale
         )
-        self._disturbed = False  # gradients, since the newest update of a scale
-        self._stack = ExitStack()  # of what is watched
+        # Whether gradients were made to overflow since the last update of a scale.
+        self._disturbed = False
+        self._stack = ExitStack()  # undoes the hooks
         self._hooked: set[tuple[type, str]] = set()
         self._in_batch = False
         self._running: set[Hook] = set()
         self._backward_now: tuple[Event, dict[StepGradients, Any]] | None = None
         self._scaler_that_steps: torch.amp.GradScaler | None = None
-        self._has_stepped = False  # an optimizer, since that scaler began
-        self._stepping: FrameType | None = None  # in which the outermost step runs
+        # Whether an optimizer has stepped since that scaler's `step` began.
+        self._has_stepped = False
+        self._stepping: FrameType | None = None  # the frame of the outermost step
         self._stand_in = StandIn(self._function)
         self._ended = False
 
-    # What the loop around the training calls.
+    # Calls from the code that runs the training.
 
     def begin_batch(self, batch: Any = None) -> None:
+        """Note that a training batch begins."""
         self.record.batches += 1
         self._in_batch = True
         self._moves.begin(self._scalers)
         self._attempts.begin(batch)
 
     def end_batch(self) -> None:
+        """Note that the training batch is over."""
         self._in_batch = False
         self._attempts.end_forward()
         self._attempts.leave()
 
     def take_state(self, moment: str) -> None:
-        """Keep the scale of each scaler and the place of each schedule."""
+        """Keep the scale of each scaler and the place of each schedule.
+
+        Args:
+            moment: The key in `states`: "saved" or "resumed".
+        """
         for scaler, known in self._scalers.items():
             known.states[moment] = _scale_of(scaler)
         for scheduler, schedule in self.schedules.items():
             schedule.states[moment] = getattr(scheduler, "last_epoch", None)
 
     def meet_optimizers(self) -> None:
-        """Let those that are there already take part."""
-        gc.collect()  # not those of a training that is over
+        """Find the optimizers that exist already, so that they are watched."""
+        gc.collect()  # drops optimizers of a training that is over
         for thing in gc.get_objects():
             kind: Any = type(thing)
             if issubclass(kind, Optimizer) and hasattr(thing, "param_groups"):
@@ -180,9 +192,10 @@ class Recorder:
                 raise
 
     def _note_error(self, error: BaseException) -> None:
+        """Record the error that ended the training."""
         if isinstance(error, SystemExit) and not self._disturbed:
-            return  # the training ends itself, as where its options are wrong
-        # A sentence of this library tells what the trial raised.
+            return  # e.g. wrong options
+        # An error of this library may report what the trial raised.
         cause = error.__cause__ if isinstance(error, UserError) else None
         cause = cause or error
         self.record.error = f"{type(cause).__name__}: {cause}"
@@ -190,7 +203,7 @@ class Recorder:
         self.record.disturbed = self._disturbed
 
     def _look_at_the_end(self) -> None:
-        """Note which weights and buffers are not finite."""
+        """Record what is not finite, and the weights that got no gradient."""
         self.record.lacks_cuda |= self._stand_in.is_asked
         reached = [each for each in self._gradients if each.window.place]
         given = (weight for each in reached for weight in each.weights)
@@ -202,12 +215,10 @@ class Recorder:
         trained = {weight for each in reached for weight in each.reached}
         self.record.cut_off = [*self._forwards.holders_of(weights - trained)]
 
-    # What is watched, and by what.
+    # Install hooks.
 
     def _hooks(self) -> Iterator[tuple[Any, str, Hook]]:
-        """The owner and the name of each function, and what is called in place of
-        it.
-        """
+        """Yield the owner and the name of each replaced function, with its hook."""
         yield _SCALER, "__init__", self._make
         yield _SCALER, "scale", self._scale
         yield _SCALER, "unscale_", self._unscale
@@ -224,6 +235,8 @@ class Recorder:
         yield torch, "save", self._save
 
     def _in_place_of(self, own: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+        """The function that replaces another one, and calls a hook with it."""
+
         @wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._hear(hook, own, *args, **kwargs)
@@ -231,9 +244,13 @@ class Recorder:
         return call
 
     def _hear(self, hook: Hook, own: Run, *args: Any, **kwargs: Any) -> Any:
-        """Call a hook in place of a function, unless that is called by itself."""
+        """Call a hook in place of a function.
+
+        If the hook runs already, the replaced function has called itself, or that of a
+        base class. Then call the function without the hook.
+        """
         run = partial(own, *args, **kwargs)
-        # A module that was imported meanwhile may have kept this.
+        # After the end, a module may still hold the replacement.
         if self._ended or hook in self._running:
             return run()
         self._running.add(hook)
@@ -243,23 +260,26 @@ class Recorder:
             self._running.discard(hook)
 
     def _hook_into(self, thing: Any, method: str, hook: Hook) -> None:
-        """Watch a method in each class of an object that has one of its own."""
+        """Watch a method in each class of an object that defines it."""
         for kind in type(thing).__mro__:
             if method in vars(kind) and (kind, method) not in self._hooked:
                 self._hooked.add((kind, method))
                 hooked = self._in_place_of(vars(kind)[method], hook)
                 self._stack.enter_context(patched(kind, method, hooked))
 
-    # Who takes part.
+    # Optimizers and scalers.
 
     def _make(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
+        """Meet a new scaler or optimizer."""
         run()
         known = self._parts_of if isinstance(it, Optimizer) else self._known_scaler
         known(it)
 
     def _parts_of(self, optimizer: Any) -> list[StepGradients]:
-        """The gradients that an optimizer steps with: those of all that it holds, if it
-        wraps.
+        """The gradients that an optimizer steps with.
+
+        A wrapper's are those of the optimizers that it wraps, if these hold all of its
+        weights.
         """
         if optimizer not in self._parts:
             weights = set(parameters_of(optimizer))
@@ -273,14 +293,14 @@ class Recorder:
         return self._parts[optimizer]
 
     def _seen_parts_of(self, optimizer: Any) -> list[StepGradients]:
-        """The same, after a look at each."""
+        """The same, after noting what the user's code did to them."""
         parts = self._parts_of(optimizer)
         for gradients in parts:
             gradients.look()
         return parts
 
     def _rests(self) -> bool:
-        """Whether the next window of an optimizer is one to make overflow."""
+        """Whether the next window of an optimizer will be made to overflow."""
         return any(each.is_due() for each in self._gradients)
 
     def _known_scaler(self, scaler: torch.amp.GradScaler) -> Scaler:
@@ -291,15 +311,13 @@ class Recorder:
         return self._scalers[scaler]
 
     def _scales(self) -> list[float]:
-        """That of each scaler, in the order of their numbers; 0 of one that is switched
-        off.
-        """
+        """The scale of each scaler, in the order of their numbers; 0 if disabled."""
         return [_scale_of(each) for each in self._scalers]
 
     # Schedules.
 
     def _schedule(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
-        """A scheduler is made, or it moves, with all that it consists of."""
+        """Meet a new scheduler, or note a move; it may move others inside it."""
         before = _place_of(it) if it in self.schedules else None
         run()
         if it not in self.schedules:
@@ -319,19 +337,20 @@ class Recorder:
     # Backward, unscale, clip.
 
     def _scale(self, run: Run, scaler: Any, outputs: Any) -> Any:
+        """Note that a scaler scales a loss, and mark the loss in the graph."""
         self._moves.begin([scaler])
         scaled = run()
         scale = _scale_of(scaler)
         if scale:
             known = self._known_scaler(scaler)
             known.used = True
-            # of one that is made in the first batch
+            # for a scaler that is made in the first batch of a resumed run
             known.states.setdefault("resumed", scale)
             mark(scaled, scale=scale, dtype=tensors_of(outputs)[0].dtype)
         return scaled
 
     def _backward(self, run: Run, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """In place of the engine that all of torch's backwards call."""
+        """Run in place of the engine that all of torch's backwards call."""
         if kwargs.get("accumulate_grad"):
             result = self._watch_backward(run, outputs)
         else:  # `torch.autograd.grad`
@@ -344,6 +363,7 @@ class Recorder:
         return result
 
     def _watch_backward(self, run: Run, outputs: Any) -> Any:
+        """Note a backward that adds to gradients."""
         self.before_backward()
         scales = self._scales()
         losses = tensors_of(outputs)
@@ -375,7 +395,7 @@ class Recorder:
         return result
 
     def _arrive(self) -> None:
-        """Note which gradients the backward that runs has changed by now."""
+        """Note which gradients the running backward has changed so far."""
         if self._backward_now is None:
             return
         event, before = self._backward_now
@@ -388,8 +408,9 @@ class Recorder:
                     self._disturb(gradients)
 
     def _disturb(self, forced: StepGradients) -> None:
-        """Gradients were made to overflow: those of all who train any of the same
-        weights.
+        """Note that gradients were made to overflow.
+
+        All optimizers that train one of the same weights share the overflow.
         """
         self._disturbed = True
         theirs = set(forced.weights)
@@ -398,6 +419,7 @@ class Recorder:
                 gradients.window.forced = True
 
     def _unscale(self, run: Run, scaler: Any, optimizer: Any) -> None:
+        """Note that a scaler unscales an optimizer's gradients."""
         parts = self._seen_parts_of(optimizer)
         run()
         for gradients in parts:
@@ -405,14 +427,14 @@ class Recorder:
                 gradients.unscale(float(scaler.get_scale()))
 
     def _clip(self, clip: Clip) -> None:
-        """Before a clip by torch, whose limit stands in one of its frames."""
+        """Note a clip before torch clips; torch's frames show the limit."""
         known = _locals_of(clip)
         given = {*clip.gradients}
         clipped = [each for each in self._gradients if each.has_any_of(given)]
         for gradients in clipped:
             gradients.look()
         factors = [each.factor for each in clipped if each.is_open]
-        if self._backward_now is not None:  # a hook of it clips
+        if self._backward_now is not None:  # a hook of the backward clips
             factors = [self._backward_now[0].loss.scale or 1.0]
         if not factors:
             return
@@ -433,6 +455,7 @@ class Recorder:
     def _scaler_step(
         self, run: Run, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Note the step of a scaler, also if it does not call the optimizer."""
         if closure_of(args, kwargs) is not None:
             self.record.note("closure")
         parts = self._seen_parts_of(optimizer)
@@ -450,11 +473,12 @@ class Recorder:
             self._scaler_that_steps = None
 
     def _is_stepping(self) -> bool:
-        """Whether an optimizer steps; the frame of one that raised an error is gone."""
+        """Whether an optimizer steps. After an error in a step, its frame is gone."""
         frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
         return any(frame is self._stepping for frame in frames)
 
     def _before_step(self, optimizer: Any, *call: Any) -> None:
+        """A hook of torch before each optimizer step."""
         if self._is_stepping():
             return
         self._stepping = sys._getframe(1)
@@ -462,12 +486,13 @@ class Recorder:
             self._attempts.leave()
         self._arrive()
         skipped = bool(getattr(optimizer, "found_inf", None) or False)
-        # What a scaler leaves to a fused optimizer.
+        # A fused optimizer divides the gradients itself.
         divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
         for gradients in self._parts_of(optimizer):
             gradients.begin_step(skipped=skipped, divisor=divisor)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
+        """A hook of torch after each optimizer step."""
         if self._stepping is sys._getframe(1):
             self._stepping = None
             for gradients in self._parts_of(optimizer):
@@ -475,6 +500,7 @@ class Recorder:
             self._look_at_forward()
 
     def _end_step(self, gradients: StepGradients) -> None:
+        """Note the step of one optimizer, with what the recorder knows of it."""
         self._has_stepped = True
         scaler = self._scaler_that_steps
         scaled = scaler is not None and scaler.is_enabled()
@@ -488,6 +514,7 @@ class Recorder:
         )
 
     def _update(self, run: Run, scaler: Any, new_scale: Any = None) -> None:
+        """Note the update of a scaler, and put a moved scale back."""
         for gradients in self._gradients:
             gradients.update()
         self._moves.update(scaler, run, sets=new_scale is not None)
@@ -497,6 +524,7 @@ class Recorder:
         self._look_at_forward()
 
     def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """Note a `zero_grad`, but not one inside a step."""
         if self._is_stepping():
             return run()
         self.record.note("zero_grad")
@@ -507,13 +535,15 @@ class Recorder:
         return None
 
     def _look_at_forward(self) -> None:
-        # A mode that is entered in a backward, by a hook that steps, is lost in it.
+        """Watch the next forward, if there is a reason to."""
+        # torch drops a mode that a hook enters during a backward.
         if self._backward_now is None:
             self._attempts.look()
 
-    # Forwards, and what hides, casts or is saved.
+    # Forwards, casts and saves.
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """A hook of torch before the forward of each module."""
         if torch.is_grad_enabled():
             self._moves.begin(self._scalers)
             if not self._in_batch and self._forwards.begins_again(module):
@@ -521,10 +551,12 @@ class Recorder:
         self._forwards.before(module, inputs)
 
     def _drop_casts(self, run: Run) -> None:
+        """Note that autocast drops its casts of weights."""
         self._forwards.drop_casts()
         run()
 
     def _autocast(self, run: Run, region: Any) -> Any:
+        """Note that an autocast region is entered."""
         entered = run()
         is_enabled = autocast_is_on(region.device)
         if is_enabled:
@@ -540,6 +572,7 @@ class Recorder:
         return entered
 
     def _cast(self, run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Note that a module's weights are cast to 16 bits."""
         before = _dtypes_of(module)
         result = run()
         for dtype in _dtypes_of(module) - before:
@@ -547,7 +580,7 @@ class Recorder:
         return result
 
     def _function(self, name: str, given: Any, result: Any) -> None:
-        """A function of torch has been called."""
+        """Note a call of a torch function, after it returned."""
         if self._stand_in.applies and _KERNELS.match(name) and autocast_is_on("cpu"):
             dtypes = {each.dtype for each in tensors_of(given)}
             if dtypes.intersection(SIXTEEN_BITS):
@@ -562,6 +595,7 @@ class Recorder:
             self._attempts.loss, self._attempts.line = result.detach(), users_line()
 
     def _save(self, run: Run, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note whether `torch.save` gets an optimizer's state and a loss scale."""
         scales = [scale for scale in self._scales() if scale]
         parts = [*_parts_in(obj)]
         optimizer = any(
@@ -573,23 +607,27 @@ class Recorder:
 
 
 def _dtypes_of(module: nn.Module) -> set[str]:
-    """The 16-bit dtypes of its weights."""
+    """The 16-bit dtypes of a module's parameters."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     return {dtype_name(dtype) for dtype in dtypes.intersection(SIXTEEN_BITS)}
 
 
 def _scale_of(scaler: torch.amp.GradScaler) -> float:
+    """The loss scale of a scaler; 0 if it is disabled."""
     return float(scaler.get_scale()) if scaler.is_enabled() else 0.0
 
 
 def _place_of(scheduler: Any) -> Any:
-    """What differs as soon as a scheduler has moved."""
+    """A value that changes whenever a scheduler moves."""
     rates = [group.get("lr") for group in scheduler.optimizer.param_groups]
     return getattr(scheduler, "last_epoch", None), rates
 
 
 def _locals_of(clip: Clip) -> dict[str, Any]:
-    """What torch knows of a clip, by its own names; nothing if it has begun before."""
+    """The local variables of the torch functions that clip.
+
+    Empty if `total_norm` is already known: the clip has begun before.
+    """
     known: dict[str, Any] = {}
     for frame in clip.frames:
         known |= frame.f_locals
@@ -597,9 +635,7 @@ def _locals_of(clip: Clip) -> dict[str, Any]:
 
 
 def _parts_in(content: Any) -> Iterator[Any]:
-    """Words, numbers, optimizers and scalers that are saved, in containers of any
-    depth.
-    """
+    """Yield the strings, numbers, optimizers and scalers in containers of any depth."""
     if isinstance(content, torch.Tensor) and content.numel() == 1:
         yield content.item()
     elif isinstance(content, dict):
@@ -613,12 +649,12 @@ def _parts_in(content: Any) -> Iterator[Any]:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Let compiled models run as they are written, with all hooks."""
+    """Run compiled models as they are written, with all hooks."""
     with ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance"):  # not in torch 2.3
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(warnings.catch_warnings())
-        # What reads a number is this file, and not the line that torch would name.
+        # These warnings would be about calls of this file, not of the user's code.
         for words in (
             "Detected call of `lr_scheduler",
             "Converting a tensor with requires_grad",

@@ -1,7 +1,9 @@
-"""Mistakes that are known: each rule names their lines.
+"""Rules about known mistakes, which also find their lines.
 
-A rule looks at a record and yields what it has seen. Its name stands in the row of
-`findings.json` whose finding that is.
+Each rule reads a `Record`, or two of them for a resume, and yields what it has seen. It
+is listed by name in the row of its finding in `findings.json`, and `judge.py` calls it.
+`judge.py` also asks `cause_of_error` about the error that ended the training. Rules
+about what holds for every training are in `invariants.py`.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from determined_amp.check.record import Event, Record, StepWindow
 from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
 
-# A schedule that moves in this share of the steps moves by steps, not by epochs.
+# A schedule that moves in this share of the applied steps or more may move by steps.
 _BY_STEPS = 0.75
 
-# A limit that is this share of the scale was multiplied by it, if it is not the same
-# number at scales that differ by the factor.
+# A limit below this share of the scale was not multiplied by the scale. Neither was one
+# that is the same number at scales that differ by more than the factor `_APART`.
 _LIMIT, _APART = 0.01, 4.0
 
-# A loss that is multiplied by this in float16 has a scale of its own.
+# In float16, a loss that is multiplied by this or more is scaled by hand.
 _BY_HAND = 64.0
 
-# In this share of 16-bit weights a lost update is no exception.
+# Lost updates are a fault if more than this share of the 16-bit weights has them.
 _LOST = 0.1
 
-# What an update must be at least, as a share of a weight in this dtype.
+# The smallest update that changes a weight of this dtype, as a share of the weight.
 _UPDATES = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
@@ -41,7 +43,7 @@ _UPDATES = {"float16": "1/2048", "bfloat16": "1/256"}
 
 
 def makes_scalers_anew(record: Record) -> Found:
-    """One scaler lasts for the whole training of an optimizer."""
+    """One optimizer gets several scalers that the same line made."""
     of_lines: dict[tuple[int, Where | None], list[Event]] = defaultdict(list)
     for step in record.of("step", scaled=True):
         if not step.scaler.ours:
@@ -55,7 +57,7 @@ def makes_scalers_anew(record: Record) -> Found:
 
 
 def divides_no_scale_of_its_own(record: Record) -> Found:
-    """The loss is multiplied by a number in each batch, and no gradient is divided."""
+    """Each loss is multiplied by one number, and nothing divides the gradients."""
     losses = [backward.loss for backward in record.of("backward")]
     factors = {loss.factor for loss in losses}
     steps = record.of("step", scaled=False, again=False)
@@ -67,19 +69,22 @@ def divides_no_scale_of_its_own(record: Record) -> Found:
 
 
 def reads_scaled_losses(record: Record) -> Found:
+    """A scaled loss becomes a Python number."""
     reads = record.of("read")
     yield Seen(reads, part=reads)
 
 
 def unscales_before_the_last_backward(record: Record) -> Found:
+    """A scaler unscales between two backwards of a window."""
     early = [unscale for window in record.windows for unscale in window.unscaled_early]
     yield Seen(early)
 
 
 def steps_with_scaled_gradients(record: Record) -> Found:
+    """An optimizer steps without a scaler, with scaled gradients."""
     steps = _steps_without_scaler(record)
     scaled = [step for step in steps if not step.disturbed and step.factor > SCALED]
-    # A scaler cannot step in a backward.
+    # The advice is to step by a scaler, which cannot step in a backward.
     in_backward = any(step.in_backward for step in scaled)
     calm = [step for step in steps if not step.disturbed]
     holds = _are_as_computed(steps) and not in_backward
@@ -87,32 +92,38 @@ def steps_with_scaled_gradients(record: Record) -> Found:
 
 
 def steps_with_an_overflow(record: Record) -> Found:
+    """An optimizer steps without a scaler and would use a forced overflow."""
     steps = _steps_without_scaler(record)
     blind = [step for step in steps if step.overflows]
     yield Seen(blind, holds=_are_as_computed(steps))
 
 
 def _steps_without_scaler(record: Record) -> list[Event]:
+    """The steps that no enabled scaler makes."""
     return record.of("step", scaled=False, again=False)
 
 
 def _are_as_computed(steps: list[Event]) -> bool:
-    """Whether no code of the user's has divided or replaced gradients.
+    """Whether no code of the user's divided or replaced the gradients of these steps.
 
-    Else the step of the scaler is not all that it is to write.
+    Otherwise the step of a scaler is not all that the user has to write.
     """
     calm = [step for step in steps if not step.disturbed and math.isfinite(step.norm)]
     return not any(math.isnan(step.factor) for step in calm)
 
 
 def scales_losses_in_a_step(record: Record) -> Found:
-    """A closure: the scaler divides before the step, which makes new gradients."""
+    """A scaler gets a closure, whose backward runs inside the step.
+
+    The scaler divides gradients before the step, which then makes new ones.
+    """
     inside = record.of("backward", in_step=True)
-    if record.of("closure"):  # a scaler was given it; else its own code may divide
+    if record.of("closure"):  # otherwise, the user's code may divide
         yield Seen([backward for backward in inside if backward.loss.scale])
 
 
 def steps_twice(record: Record) -> Found:
+    """A window of a scaler has a second step with the same gradients."""
     windows = [window for window in record.undisturbed if window.is_scaled]
     twice = [window for window in windows if window.steps[-1].again]
     if twice:
@@ -121,8 +132,9 @@ def steps_twice(record: Record) -> Found:
 
 
 def divides_by_hand_too(record: Record) -> Found:
+    """The user's code divides by the scale, and so does the scaler."""
     made = record.of("step", scaled=True, skipped=False)
-    # Without a division by the scaler, that of the training is the only one.
+    # If the scaler does not divide, the user's division is right.
     steps = [step for step in made if step.scale > SCALED and step.divided]
     twice = [step for step in steps if _is_near(step.by_hand * step.scale, 1)]
     if len(twice) > len(steps) / 2:
@@ -130,14 +142,17 @@ def divides_by_hand_too(record: Record) -> Found:
 
 
 def clips_scaled_norms(record: Record) -> Found:
+    """Gradients are clipped by norm while they are scaled."""
     return _clips_scaled(record, record.of("clip", of="max_norm"))
 
 
 def clips_scaled_values(record: Record) -> Found:
+    """Gradients are clipped by value while they are scaled."""
     return _clips_scaled(record, record.of("clip", of="clip_value"))
 
 
 def _clips_scaled(record: Record, clips: list[Event]) -> Found:
+    """A limit takes effect on scaled gradients, and was not scaled itself."""
     scaled = [clip for clip in clips if clip.factor > SCALED]
     bites = [clip for clip in scaled if clip.limit < clip.norm]
     small = [clip for clip in bites if clip.limit < _LIMIT * clip.factor]
@@ -150,16 +165,16 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
 
 
 def _is_elsewhere(record: Record, clip: Event) -> bool:
-    """Whether the lines to write would not hold in place of a clip: a line far behind
-    it unscales before the one that steps, or another backward comes.
+    """Whether the lines to write are wrong in place of a clip.
 
-    A line that is near is in the order, which moves it.
+    They are if another backward follows the clip, or if a line far from it unscales
+    before the step. If that line is near, the advice moves it.
     """
     kinds = ("unscale", "step", "backward")
     later = [each for each in record.events[clip.number :] if each.kind in kinds][:2]
     if later and later[0].kind == "backward":
         return True
-    # `step` unscales, too, from its own line.
+    # `step` may also unscale, from its own line.
     places = {each.where for each in later}
     if [each.kind for each in later] != ["unscale", "step"] or len(places) < 2:
         return False
@@ -168,7 +183,7 @@ def _is_elsewhere(record: Record, clip: Event) -> bool:
 
 
 def _stays(clip: Event, clips: list[Event]) -> bool:
-    """Whether a limit is the same number at scales that differ."""
+    """Whether the limit is the same number at scales that differ."""
     known = clip.where, clip.limit
     factors = [each.factor for each in clips if (each.where, each.limit) == known]
     return bool(max(factors) > _APART * min(factors))
@@ -178,6 +193,7 @@ def _stays(clip: Event, clips: list[Event]) -> bool:
 
 
 def moves_on_skipped_steps(record: Record) -> Found:
+    """A schedule that counts steps moves on steps that were skipped."""
     for schedule in record.schedules:
         moves = record.of("move", schedule=schedule, place=False)
         windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
@@ -192,7 +208,7 @@ def moves_on_skipped_steps(record: Record) -> Found:
 
 
 def _is_range_test(windows: list[StepWindow]) -> bool:
-    """Whether the rate grows by one factor, as where a good one is looked for."""
+    """Whether the rate only grows, by a single factor, as in a range test."""
     rates = [window.steps[0].rate for window in windows]
     pairs = pairwise(rates)
     ratios = {round(after / rate, 3) for rate, after in pairs if rate}
@@ -205,9 +221,9 @@ def _is_by_steps(
     windows: list[StepWindow],
     moved: list[StepWindow],
 ) -> bool:
-    """Whether a schedule moves once in most steps, as long as it moves.
+    """Whether a schedule moves once in most steps, from its first move to its last.
 
-    Else it is counted in batches, or in epochs, which may have one step each.
+    Other schedules count batches or epochs. An epoch may have a single step.
     """
     span = range(moved[0].place, moved[-1].place + 1)
     applied = [w for w in windows if w.place in span and not w.skipped]
@@ -221,18 +237,19 @@ def _is_by_steps(
 
 
 def zeroes_in_a_window(record: Record) -> Found:
+    """Gradients of a window are zeroed before its step."""
     lost = [
         window
         for window in record.undisturbed
         if window.lost
         and (window.is_empty or _is_accumulated(record, window))
-        # A closure zeroes for each of its backwards.
+        # A closure may zero for each of its backwards.
         and not any(backward.in_step for backward in window.backwards)
     ]
     if _are_nearly_all(record, lost):
         last = lost[-1]
         is_known = bool(record.batches) or last.is_empty
-        # Its gradients come from buffers perhaps.
+        # The training may sum its gradients in buffers.
         is_rewritten = any(window.rewritten for window in lost)
         yield Seen(
             [line for window in lost for line in window.zeroed or window.used],
@@ -243,18 +260,19 @@ def zeroes_in_a_window(record: Record) -> Found:
 
 
 def _is_near(number: float, other: float) -> bool:
+    """Whether two numbers differ by 1 % at most."""
     return math.isclose(number, other, rel_tol=0.01)
 
 
 def _are_nearly_all(record: Record, windows: list[StepWindow]) -> bool:
+    """Whether these are all windows without a forced overflow, or all but one."""
     return 0 < len(record.undisturbed) - 1 <= len(windows)
 
 
 def _is_accumulated(record: Record, window: StepWindow) -> bool:
-    """Whether it has the gradients of several batches, of one backward each, from one
-    line.
+    """Whether a window has several batches, with one backward each, all from one line.
 
-    Where no loader gives batches, each backward may be of another one.
+    Without a `DataLoader`, each backward may belong to another batch.
     """
     many = len(window.backwards)
     batches = {backward.batch for backward in window.backwards}
@@ -262,26 +280,30 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
     return many > 1 and len(lines) == 1 and (many == len(batches) or not record.batches)
 
 
-# What is computed in what.
+# Precisions.
 
 
 def runs_backward_under_autocast(record: Record) -> Found:
+    """A backward runs under autocast."""
     yield Seen(record.of("backward", autocast=True), proven=False)
 
 
 def adds_scaled_gradients_to_the_loss(record: Record) -> Found:
+    """A loss contains gradients of a scaled loss that nothing unscales."""
     computed = [*record.of("backward"), *record.of("grad")]
     penalized = [each for each in computed if each.loss.penalty is not None]
     yield Seen(penalized, proven=False)
 
 
 def gets_16_bits_that_cuda_refuses(record: Record) -> Found:
+    """An operation gets 16 bits that has no such kernel on CUDA."""
     yield Seen(record.of("gpu_refuses"))
 
 
 def holds_16_bit_weights(record: Record) -> Found:
+    """An optimizer holds weights in 16 bits."""
     for dtype, least in _UPDATES.items():
-        # Weights in bfloat16 alone are a choice, which saves memory.
+        # bfloat16 weights without AMP are a choice that saves memory.
         if dtype in record.weights and (record.is_amp or dtype == "float16"):
             steps = record.of("step", skipped=False)
             lost = median([step.lost for step in steps] or [0.0])
@@ -296,6 +318,7 @@ def holds_16_bit_weights(record: Record) -> Found:
 
 
 def runs_no_module_under_autocast(record: Record) -> Found:
+    """No module with weights runs under autocast."""
     is_float32 = record.forwards[False] and not record.forwards[True]
     is_cast = record.of("cast") or not _UPDATES.keys().isdisjoint(record.weights)
     if is_float32 and not is_cast:
@@ -304,6 +327,7 @@ def runs_no_module_under_autocast(record: Record) -> Found:
 
 
 def begins_at_16_bit_losses(record: Record) -> Found:
+    """Losses are in float16."""
     backwards = record.of("backward")
     losses = [backward for backward in backwards if not backward.loss.has_gradient]
     at = [backward for backward in losses if backward.loss.dtype == "float16"]
@@ -312,6 +336,7 @@ def begins_at_16_bit_losses(record: Record) -> Found:
 
 
 def scales_bfloat16(record: Record) -> Found:
+    """A scaler scales losses, and all regions are in bfloat16."""
     steps = record.of("step", scaled=True)
     dtypes = {region.dtype for region in record.regions}
     if steps and record.scales and dtypes == {"bfloat16"}:
@@ -321,6 +346,7 @@ def scales_bfloat16(record: Record) -> Found:
 
 
 def scales_no_loss(record: Record) -> Found:
+    """A region is in float16, and no loss is scaled."""
     losses = [backward.loss for backward in record.of("backward")]
     by_hand = any(loss.scale or loss.factor > 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
@@ -329,32 +355,35 @@ def scales_no_loss(record: Record) -> Found:
         yield Seen(unused or regions, backwards=losses, proven=False)
 
 
-# What is saved.
+# Checkpoints.
 
 
 def saves_no_scale(record: Record) -> Found:
-    """In a loop of the user's own: the optimizer is saved, and the scaler is not."""
+    """A loop of the user's own saves the optimizer, but not the scale."""
     saves = [] if record.determined else record.of("save", optimizer=True)
     updates = record.of("update") if record.scales else []
     if updates and not record.of("save", scale=True):
         yield Seen(saves, scale=updates[-1].after)
 
 
-# What a resume has lost, by a run that saved a checkpoint, and one that began with it.
+# A resume. Each rule compares the run that saved the checkpoint with the resumed one.
 
 
 def resume_raises(before: Record, after: Record) -> Found:
+    """The resume raises an error before its first batch."""
     if after.error and not after.batches:
         yield Seen([after.raised], error=after.first_line_of_error)
 
 
 def scale_is_lost(before: Record, after: Record) -> Found:
+    """The resume does not restore the scale of a scaler."""
     for scaler, was, now in _changed(before.scalers, after.scalers):
         if scaler.used:
             yield Seen([scaler.where], was=was, now=now)
 
 
 def schedule_is_lost(before: Record, after: Record) -> Found:
+    """The resume does not restore the place of a schedule."""
     for schedule, was, now in _changed(before.schedules, after.schedules):
         if not schedule.ours:
             yield Seen([schedule.where], kind=schedule.kind, was=was, now=now)
@@ -363,9 +392,7 @@ def schedule_is_lost(before: Record, after: Record) -> Found:
 def _changed(
     before: Sequence[Any], after: Sequence[Any]
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Scalers or schedules whose state a resume has not brought back: that before and
-    after it.
-    """
+    """Yield what a resume does not restore, with its state before and after."""
     for one, again in zip(before, after, strict=False):
         was, now = one.states.get("saved"), again.states.get("resumed")
         if None not in (was, now) and was != now:
@@ -373,6 +400,7 @@ def _changed(
 
 
 def rates_are_lost(before: Record, after: Record) -> Found:
+    """The resume trains with other learning rates than the run went on with."""
     for optimizer in range(before.optimizers):
         went_on = before.of("step", optimizer=optimizer, after_save=True)
         resumed = after.of("step", optimizer=optimizer)
@@ -384,7 +412,7 @@ def rates_are_lost(before: Record, after: Record) -> Found:
                 break
 
 
-# What is raised.
+# Errors.
 
 # https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input
 # type".
@@ -392,7 +420,11 @@ _CAST_ON_CUDA = re.compile(r": (scatter|dot|grid_sampler)\b")
 
 
 def cause_of_error(record: Record) -> tuple[str, Seen]:
-    """The key of the mistake that has raised the error of a training, and its lines."""
+    """Find the mistake behind the error that ended the training.
+
+    Returns:
+        The key of its finding, and its lines.
+    """
     error = record.error
     key = name_in_16_bits(error) or "raised"
     for known, row in ROWS.items():
@@ -403,18 +435,18 @@ def cause_of_error(record: Record) -> tuple[str, Seen]:
         at = record.windows[-1].zeroed
     if key == "update_in_window" and "unscale_" in error:
         at = [*record.of("update")[-1:], *record.of("step")[-1:]]
-    # What one device lacks another may have: CUDA's autocast casts the arguments of
-    # some operations for which that of a CPU does not.
+    # CUDA's autocast casts the arguments of some operations, and the CPU's does not. So
+    # an error of theirs on a CPU proves nothing about CUDA.
     is_refused = error.startswith("InvalidExperimentException")
     is_known = key != "raised" and not _CAST_ON_CUDA.search(error)
     return key, Seen([*at, record.raised], proven=is_refused or is_known)
 
 
 def _cause(record: Record, key: str) -> str:
-    """The cause of an error of GradScaler that can have several."""
+    """Which mistake raised an error of `GradScaler` that several mistakes can raise."""
     losses = record.of("backward")
     in_closure = any(each.in_step and each.loss.scale for each in losses)
-    if in_closure or record.of("closure"):  # what raises depends on how it is passed
+    if in_closure or record.of("closure"):  # it can raise several errors
         return "closure"
     if key == "no_gradients":
         return _cause_of_no_gradients(record, losses)
@@ -423,17 +455,18 @@ def _cause(record: Record, key: str) -> str:
     if key == "update_missing" and losses and _calls(record)[-1].kind == "step":
         return "step_twice"
     if key == "no_loss_scale" and record.scales:
-        return "scales_mixed"  # another scaler has scaled
+        return "scales_mixed"  # another scaler scaled the loss
     return key if record.scales or key != "update_in_window" else "no_loss_scale"
 
 
 def _calls(record: Record) -> list[Event]:
+    """The backwards, unscales, steps and updates, in their order."""
     kinds = ("backward", "unscale", "step", "update")
     return [event for event in record.events if event.kind in kinds]
 
 
 def _cause_of_second_unscale(record: Record) -> str:
-    """Why gradients were divided before the newest update."""
+    """Which mistake made a scaler unscale twice before an update."""
     updates = record.of("update")
     last = updates[-1].number if updates else -1
     since = [each for each in _calls(record) if each.number > last]
@@ -446,6 +479,7 @@ def _cause_of_second_unscale(record: Record) -> str:
 
 
 def _cause_of_no_gradients(record: Record, losses: list[Event]) -> str:
+    """Which mistake left a scaler's step without gradients."""
     trained = any(backward.reached for backward in losses)
     if losses and not losses[-1].loss.trains:
         return "constant_loss" if trained else "loss_cut_off"

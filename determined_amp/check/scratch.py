@@ -1,4 +1,9 @@
-"""Keeps what a script changes away from its user's files."""
+"""Redirects what a script writes to a scratch folder; the user's files do not change.
+
+`any_loop.py` runs scripts in `changing_all_in`, and `doctor.py` the runs of a trial. It
+replaces the functions of Python and torch that take a path. Each replacement asks a
+`Scratch` where the path is. `confinement.py` refuses the writes that bypass them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from os import readlink, stat  # not those that are replaced
+from os import readlink, stat  # the originals, which are not replaced here
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -21,7 +26,7 @@ from unittest import mock
 from determined_amp.amp.patched import patched
 from determined_amp.check.confinement import confine
 
-# Loggers and hubs, switched off by their own variables.
+# The environment variables that switch loggers and hubs off.
 _OFF = {
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
@@ -30,18 +35,18 @@ _OFF = {
     "HF_HUB_OFFLINE": "1",
 }
 
-# What is no file that anybody keeps.
+# Paths that are not redirected, because they are no files on a disk.
 _DEVICES = ("/dev/", "/proc/", "/sys/")
-# Folders of caches, which stay writable.
+# The folders of caches, which stay writable.
 _CACHES = (
     *("~/.cache", "$XDG_CACHE_HOME", "$TORCH_HOME", "$HF_HOME"),
     *("~/.triton", "$TRITON_CACHE_DIR", "~/.nv"),
 )
-# The folder that is looked into in place of one of the user's.
+# The name of a shadow: the folder that stands for one of the user's folders.
 _SHADOW = ".determined_amp"
 
-# What is called in place of functions: their module, the method of `Scratch` that finds
-# their paths, which of their arguments are paths, and their names.
+# The functions that are replaced. A row has their module, the method of `Scratch` that
+# finds their paths, the positions of the arguments that are paths, and their names.
 _CALLS = """
     os                 look          0    stat access chdir statvfs getxattr listxattr
     os                 look_at_link  0    lstat
@@ -58,12 +63,13 @@ _CALLS = """
     safetensors.torch  look          0    load_file
     safetensors.torch  look          1    load_model
 """
-_NAMES = ("path", "src", "dst", "f", "filename")  # of arguments that are paths
-_BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # with these they are not
+_NAMES = ("path", "src", "dst", "f", "filename")  # keyword arguments that are paths
+# With one of these arguments, a path is relative to an open folder.
+_BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")
 _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
-# Removes a scratch folder when nobody holds its lock any more, in a program of its own:
-# a process that is killed or confined cannot.
+# A program that removes a scratch folder when no process holds its lock any more. The
+# examined process cannot do that, because it may be killed or confined.
 _REMOVE = """
 import fcntl, os, shutil, sys
 os.setsid()
@@ -74,11 +80,11 @@ with open(sys.argv[1] + "/lock") as lock:
 """
 
 Call = Callable[..., Any]
-Find = Callable[[str], str]  # where a path is
+Find = Callable[[str], str]  # finds where a path is
 
 
 def folder_of_launch() -> str:
-    """A folder of this process and of the others of its launcher.
+    """Make a scratch folder for this process and the other ranks of its launcher.
 
     It is removed when the last of them has ended.
     """
@@ -88,7 +94,7 @@ def folder_of_launch() -> str:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     else:
         folder = tempfile.mkdtemp(prefix="determined_amp-")
-    # It is closed where this process ends, and its forks.
+    # The kernel releases the lock when this process and its forks have ended.
     lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH)
 
@@ -99,9 +105,9 @@ def folder_of_launch() -> str:
 
 @contextmanager
 def changing_all_in(folder: str) -> Iterator[Scratch]:
-    """Let what is changed in this block change in a folder, or be refused.
+    """Redirect the changes in this block to a folder, and refuse all others.
 
-    What is not redirected is refused until the process ends.
+    Others are refused until the process ends.
     """
     scratch = Scratch(folder)
     confine(scratch.writable)
@@ -111,9 +117,9 @@ def changing_all_in(folder: str) -> Iterator[Scratch]:
 
 @contextmanager
 def changing_only(scratch: Scratch) -> Iterator[None]:
-    """Let what Python changes by a path in this block change in a scratch folder.
+    """Redirect what Python changes by a path in this block to a scratch folder.
 
-    What is read by a path is read there, too, if it was changed.
+    What has changed is also read there.
     """
     temporary = os.path.join(scratch.folder, "tmp")
     os.makedirs(temporary, exist_ok=True)
@@ -124,7 +130,7 @@ def changing_only(scratch: Scratch) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, {**_OFF, **folders}))
         stack.enter_context(patched(tempfile, "tempdir", temporary))
         stack.enter_context(patched(os, "supports_follow_symlinks", able))
-        # Else `rmtree` removes what is in open folders, without a path.
+        # Otherwise `rmtree` removes by open folders, without a path.
         stack.enter_context(patched(shutil, "_use_fd_functions", False))
         for owner in _owners():
             for name, value in [*vars(owner).items()]:
@@ -136,7 +142,7 @@ def changing_only(scratch: Scratch) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(method, "__defaults__", given))
         numpy = sys.modules.get("numpy.lib._datasource")
         if openers := getattr(numpy, "_file_openers", None):
-            by_suffix = openers._file_openers  # which may get more of them
+            by_suffix = openers._file_openers  # numpy may add more of them
             stack.callback(by_suffix.update, dict(by_suffix))
             for suffix, each in by_suffix.items():
                 by_suffix[suffix] = calls.get(id(each), each)
@@ -145,8 +151,8 @@ def changing_only(scratch: Scratch) -> Iterator[None]:
 
 
 def _owners() -> list[Any]:
-    """Whatever may have taken a function of Python's or torch's."""
-    # By the first two Python imports modules.
+    """All modules and classes that may hold one of the replaced functions."""
+    # Python's own import system needs the first two.
     left = ("posix", "_io", __name__)
     known = {name: each for name, each in sys.modules.items() if name not in left}
     modules = [each for each in known.values() if isinstance(each, ModuleType)]
@@ -154,7 +160,7 @@ def _owners() -> list[Any]:
 
 
 def _calls(scratch: Scratch) -> Iterator[tuple[Call, Call]]:
-    """The functions that take a path, and what is called in place of each."""
+    """Yield each function that takes a path, with its replacement."""
     for row in _CALLS.strip().splitlines():
         module, method, at, *names = row.split()
         find, places = getattr(scratch, method), [*map(int, at.split(","))]
@@ -177,7 +183,16 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a function, with its paths where a scratch folder has them."""
+    """Call a function with its paths redirected.
+
+    Args:
+        scratch: The scratch folder.
+        find: The method of `scratch` that finds a path for this function.
+        places: The positions of the arguments that are paths.
+        own: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
     if any(kwargs.get(name) is not None for name in _BESIDE):
         return own(*args, **kwargs)
     if kwargs.get("follow_symlinks") is False:
@@ -188,7 +203,7 @@ def _call(
     try:
         return own(*given, **{**kwargs, **named})
     except OSError as error:
-        for at in places[: len(given)]:  # the user knows the path that was asked
+        for at in places[: len(given)]:  # the error names the path that the user gave
             if error.filename == given[at]:
                 error.filename = args[at]
         raise
@@ -197,7 +212,7 @@ def _call(
 def _open(
     scratch: Scratch, own: Call, path: Any, flags: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """`os.open`, to which `open` comes, too."""
+    """Replaces `os.open`, which the replacement of `open` calls, too."""
     find: Find = scratch.look
     if flags & _TO_WRITE:
         find = scratch.renew if flags & os.O_TRUNC else scratch.change
@@ -205,39 +220,44 @@ def _open(
 
 
 def _list(scratch: Scratch, own: Call, path: Any = ".") -> Any:
-    """`os.listdir` and `os.scandir`."""
+    """Replaces `os.listdir` and `os.scandir`."""
     return _call(scratch, scratch.look_into, (0,), own, path)
 
 
 def _getcwd(scratch: Scratch, own: Callable[[], str]) -> str:
-    """`os.getcwd`: the path that the user knows."""
+    """Replaces `os.getcwd`: returns the path that the user knows."""
     folder, is_in_scratch, place = own().partition(f"{scratch.folder}/files/")
     shown = f"/{place}/".replace(f"/{_SHADOW}/", "/").rstrip("/")
     return shown if is_in_scratch else folder
 
 
 class _Local(threading.local):
-    """What each thread has of its own."""
+    """The state of one thread.
 
-    is_busy = False  # with finding a path
+    Attributes:
+        is_busy: Whether the thread is finding a path. Its calls are not redirected
+            then.
+    """
+
+    is_busy = False
 
 
 class Scratch:
-    """A folder that stands before the user's files: what changes, changes in it.
+    """A folder in front of the user's files, which gets all changes.
 
-    A folder of the user's in which something changes gets a shadow: a folder with a
-    link to each of its files, and a folder with a link for each of its folders. One
-    looks into it from then on. A file that is written takes the place of its link, and
-    a file that is removed leaves none. All of that is on the disk, so that several
-    processes can share it.
+    When something changes in one of the user's folders, that folder gets a shadow. The
+    shadow is in the scratch folder. It has a link to each file of the user's folder,
+    and a folder with a link for each subfolder. From then on, paths lead into the
+    shadow. A file that is written replaces its link, and the link of a file that is
+    removed goes. Everything is on the disk, so several processes can share it.
 
     Args:
-        folder: Where it is.
+        folder: The path of the scratch folder.
 
     Attributes:
-        folder: The same.
-        writable: All folders whose files change: it, and those of caches that the
-            script does not run in.
+        folder: Its path, without links.
+        writable: The folders in which files change in place: the scratch folder, and
+            the folders of caches, unless the script runs in them.
     """
 
     def __init__(self, folder: str) -> None:
@@ -249,7 +269,7 @@ class Scratch:
         self._local = _Local()
 
     def close(self) -> None:
-        """Find no path any more: a module may have kept a function that asks."""
+        """Stop redirecting, as a module may have kept a replacement that asks this."""
         self._is_open = False
 
     @property
@@ -258,10 +278,10 @@ class Scratch:
         return os.path.exists(f"{self.folder}/files")
 
     def find(self, find: Find, path: Any) -> Any:
-        """Where a path of a call is; what is none as it is.
+        """Where a path of a call is; any other argument is returned as it is.
 
         Args:
-            find: A method of this object.
+            find: The method of this object that finds the path.
             path: An argument of the call.
         """
         is_path = isinstance(path, (str, bytes, os.PathLike))
@@ -278,7 +298,12 @@ class Scratch:
         return os.fsencode(place) if isinstance(path, bytes) else place
 
     def look(self, path: str, *, follows: bool = True) -> str:
-        """Where a path leads."""
+        """Where the file or folder at a path is.
+
+        Args:
+            path: The path.
+            follows: Whether to follow a link at its end.
+        """
         here, known = "/", set[str]()
         parts = os.path.join(os.getcwd(), path).split("/")[::-1]
         while parts:
@@ -296,22 +321,25 @@ class Scratch:
         return here
 
     def look_at_link(self, path: str) -> str:
-        """Where a path leads, when it is asked about a link at its end."""
+        """Where the file, the folder or the link at a path is."""
         return self.look(path, follows=False)
 
     def look_into(self, path: str) -> str:
-        """Where the entries of a folder are."""
+        """Where the entries of a folder are: its shadow, if it has one."""
         return self._shown(self.look(path))
 
     def read_link(self, path: str) -> str:
-        """Where the link at the end of a path is; `scandir` gives more of them."""
+        """Where the link at a path is.
+
+        The path may be an entry of `os.scandir`, which lists links that only we made.
+        """
         folder, name = os.path.split(path)
         place = os.path.join(self.look_into(folder), name)
         original = _original(place)
         return original if _target(original) else place
 
     def make(self, path: str) -> str:
-        """Where the name of a path is taken, or can be."""
+        """Where an entry of a folder is made: in the folder's shadow."""
         place = self.look(path, follows=False)
         if any(_is_in(place, each) for each in self.writable):
             return place
@@ -319,7 +347,7 @@ class Scratch:
         return os.path.join(self._shadowed(self.look(folder)), name)
 
     def name(self, path: str) -> str:
-        """Where the name of a path can change."""
+        """Where an entry of a folder is renamed or removed: in the folder's shadow."""
         place = self.make(path)
         mark = f"{place}/{_SHADOW}"
         if _target(mark):
@@ -329,7 +357,12 @@ class Scratch:
         return place
 
     def change(self, path: str, *, empty: bool = False) -> str:
-        """Where what is at a path can change: a copy, or with `empty` a new file."""
+        """Where a file is changed: at a copy.
+
+        Args:
+            path: The path of the file.
+            empty: Whether the copy is an empty file.
+        """
         place = self.name(path)
         original = _original(place)
         link = original or place
@@ -338,7 +371,7 @@ class Scratch:
             path = os.path.join(os.path.dirname(link), target)
             return self.change(path, empty=empty)
         if not os.path.isfile(original):
-            return link  # there is none, or it is a pipe
+            return link  # no file, or a pipe
         os.unlink(place)
         if empty:
             open(place, "x").close()
@@ -347,14 +380,15 @@ class Scratch:
         return place
 
     def renew(self, path: str) -> str:
-        """Where a path can be written anew."""
+        """Where a file is written from its beginning."""
         return self.change(path, empty=True)
 
     def _shadow(self, folder: str) -> str:
+        """The path of a folder's shadow."""
         return f"{self.folder}/files{folder}/{_SHADOW}"
 
     def _shown(self, folder: str) -> str:
-        """The shadow of a folder, if it has one."""
+        """The shadow of a folder, if it has one, or the folder."""
         try:
             stat(self._shadow(folder))
         except OSError:
@@ -362,9 +396,9 @@ class Scratch:
         return self._shadow(folder)
 
     def _shadowed(self, folder: str) -> str:
-        """The shadow of a folder, which gets one now."""
+        """The shadow of a folder, which is made if it has none."""
         if _is_in(folder, self.folder) or not os.path.isdir(folder):
-            return folder  # in the scratch folder all can change
+            return folder  # no folder, or one that may change
         shadow = self._shadow(folder)
         if not os.path.isdir(shadow):
             made = tempfile.mkdtemp(dir=self.folder)
@@ -373,26 +407,27 @@ class Scratch:
                 if entry.is_dir(follow_symlinks=False):
                     os.mkdir(link)
                     link = f"{link}/{_SHADOW}"
-                # No link of a user's or a script's begins with two slashes.
+                # Two slashes mark our links: a user's link does not begin so.
                 os.symlink(f"/{entry.path}", link)
             os.makedirs(os.path.dirname(shadow), exist_ok=True)
-            with suppress(OSError):  # another process was the first
+            with suppress(OSError):  # another process made it first
                 os.rename(made, shadow)
         return shadow
 
 
 def _is_in(path: str, folder: str) -> bool:
+    """Whether a path is a folder or in it."""
     return f"{path}/".startswith(f"{folder}/")
 
 
 def _original(place: str) -> str:
-    """What an entry of a shadow stands for, or nothing."""
+    """The user's path that an entry of a shadow stands for; empty for other paths."""
     targets = _target(place), _target(f"{place}/{_SHADOW}")
     return next((each[1:] for each in targets if each.startswith("//")), "")
 
 
 def _target(place: str) -> str:
-    """Where a link leads; nothing if it is none."""
+    """The target of a link; empty if the path is no link."""
     try:
         return readlink(place)
     except OSError:

@@ -1,4 +1,8 @@
-"""Lets `"cuda"` mean the CPU on a machine without a GPU."""
+"""Lets `"cuda"` mean the CPU on a machine without a GPU.
+
+So a script that is written for CUDA can be examined. The recorder enters `StandIn` for
+the training, which also tells it of each torch function that is called.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from determined_amp.amp.torch_private import CASTS_OF_AUTOCAST, backwards_throug
 from determined_amp.amp.users_code import is_users
 from determined_amp.check.record import caller
 
-# What only a GPU can show.
+# A note for the user.
 ONLY_ON_A_GPU = (
     'this machine has no GPU, so "cuda" meant the CPU, and AMP that your code switches '
     "on where it finds a GPU was off"
 )
 
-# docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32"
+# From docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
 _FLOAT32_ON_CUDA = """
     __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits
     cdist cosh cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist
@@ -37,19 +41,19 @@ _FLOAT32_ON_CUDA = """
 
 
 class StandIn(TorchFunctionMode):
-    """Tells of each function of torch, and runs it on the CPU where an argument names
-    CUDA on a machine without a GPU.
+    """A mode that sees each call of a torch function, and runs CUDA's calls on the CPU.
 
-    There it computes in float32 what autocast does on CUDA, and leaves in 16 bits on
-    the CPU; it refuses what autocast refuses there.
+    It redirects them only on a machine without a GPU. There it also computes in float32
+    what CUDA's autocast computes in float32 and the CPU's does not, and refuses what
+    CUDA's autocast refuses.
 
     Args:
-        hear: Called with the name of a function, what it got, and what it made.
+        hear: Called with the name of a function, its arguments and its result.
 
     Attributes:
         is_asked: Whether the training asks for CUDA on a machine without a GPU.
-        applies: Whether an autocast of CUDA was made without a GPU, and none of the
-            CPU.
+        applies: Whether an autocast region of CUDA was made without a GPU, and none for
+            the CPU; None if there was neither.
     """
 
     _differs = frozenset([*_FLOAT32_ON_CUDA.split(), "binary_cross_entropy"])
@@ -60,11 +64,11 @@ class StandIn(TorchFunctionMode):
         self.applies: bool | None = None
         self._hear = hear
         self._is_needed = not torch.cuda.is_available()
-        self._names: set[str] = set()  # of the devices that the training has made
+        self._names: set[str] = set()  # of the devices in the training's code
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Let `"cuda"` mean the CPU in this block, if there is no GPU."""
+        """Enter this mode, and let `"cuda"` mean the CPU if there is no GPU."""
         with ExitStack() as stack:
             if self._is_needed:
                 for owner, name, replacement in _replacements(self):
@@ -105,25 +109,27 @@ class StandIn(TorchFunctionMode):
         return result
 
     def on_cpu(self, device: Any) -> Any:
-        """What the training names, where that is CUDA the CPU."""
+        """The CPU in place of a CUDA device; any other value as it is."""
         here = _on_cpu(device)
         self.is_asked |= here is not device
         return here
 
     def is_available(self) -> bool:
-        """In place of `torch.cuda.is_available`."""
+        """Replaces `torch.cuda.is_available`."""
         self.is_asked |= is_users(caller().f_code.co_filename)
         return False
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Torch leaves modes out of a backward, where a checkpoint computes its forward
+        """Run a backward in this mode.
+
+        torch leaves modes out of a backward, in which a checkpoint computes its forward
         again.
         """
         with self:
             return run(*args, **kwargs)
 
     def _making_autocast(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """An autocast of CUDA is one of the CPU, with CUDA's own dtype."""
+        """A constructor that makes a region of the CPU for CUDA, with CUDA's dtype."""
 
         @wraps(own)
         def make(
@@ -131,15 +137,15 @@ class StandIn(TorchFunctionMode):
         ) -> None:
             is_users_own = is_users(caller().f_code.co_filename)
             is_cuda = self.on_cpu(device_type) != device_type
-            # The type of its only device is "cpu" here.
+            # The training may pass `device.type` of its only device, made as "cuda".
             is_type = device_type == "cpu" and self._names == {"cuda"}
             is_cuda |= is_type and is_users_own and dtype is not torch.bfloat16
             if self._is_needed and is_cuda:
                 self.applies = self.applies is not False
-                # float16 is CUDA's own.
+                # float16 is the default of CUDA.
                 device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
             elif is_users_own:
-                # not torch's own for a checkpoint
+                # Regions that torch makes, as for a checkpoint, do not count.
                 self.applies = False
             own(region, device_type, dtype, *args, **kwargs)
 
@@ -147,7 +153,7 @@ class StandIn(TorchFunctionMode):
 
 
 def unheard(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a function of the doctor without telling torch's function modes of it."""
+    """Decorate a function of the doctor so that torch's function modes miss it."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -159,9 +165,7 @@ def unheard(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _own_lstm() -> Iterator[None]:
-    """Compute an LSTM with torch's own operations: oneDNN has none in float16 on most
-    CPUs.
-    """
+    """Compute an LSTM without oneDNN, which has none in float16 on most CPUs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration")
         with torch.backends.mkldnn.flags(enabled=False):
@@ -169,17 +173,19 @@ def _own_lstm() -> Iterator[None]:
 
 
 def _on_cpu(device: Any) -> Any:
+    """Return "cpu" in place of a CUDA device; any other value as it is."""
     if not isinstance(device, (str, torch.device)):
-        return device  # nearly all that functions of torch are given
+        return device  # most arguments of torch functions
     return "cpu" if str(device).split(":")[0] == "cuda" else device
 
 
 def _asked_of_cpu(own: Callable[[str], Any], device: str = "cuda") -> Any:
+    """Ask a function of torch about the CPU in place of CUDA."""
     return own(_on_cpu(device))
 
 
 def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What is replaced, and by what."""
+    """Yield the owner and the name of what is replaced, and the replacement."""
     make = torch.amp.GradScaler.__init__
 
     @wraps(make)
@@ -190,7 +196,7 @@ def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]
 
     yield torch.amp.GradScaler, "__init__", make_scaler
     yield torch.cuda, "is_available", here.is_available
-    # torch 2.3 has one question for each device
+    # torch 2.3 has a function for each device
     if not hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", torch.is_autocast_cpu_enabled
         yield torch, "get_autocast_gpu_dtype", torch.get_autocast_cpu_dtype

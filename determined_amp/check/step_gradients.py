@@ -1,4 +1,9 @@
-"""Follows the gradients of an optimizer: what multiplies and what changes them."""
+"""Follows the gradients of one optimizer from a backward to its step.
+
+It answers what multiplies the gradients, and what the user's code did to them. The
+recorder calls it at each backward, unscale, clip, update and step. It notes each step
+in the record, and asks `interventions.py` for forced overflows.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +24,42 @@ from determined_amp.check.interventions import ForcedOverflows, Key, version_key
 from determined_amp.check.record import Event, Record, StepWindow
 from determined_amp.check.stand_in import unheard
 
-# Gradients that are multiplied by more than this are still scaled.
+# Gradients with a larger factor are still scaled.
 SCALED = 1.5
 
-# So often a window is made to overflow: what the first backward leaves may be zeroed
-# before the step, as the gradients that a generator's loss leaves in the discriminator
-# are.
+# How often the gradients of one window may be made to overflow. The training may zero
+# those of the first backward, such as the ones that a generator's loss leaves in the
+# discriminator.
 _MOST_OVERFLOWS = 2
 
-# Numbers of each gradient that are compared before and after a change.
+# About how many numbers of each gradient are compared before and after a change.
 _SAMPLED = 256
 
 
 class StepGradients:
     """The gradients that one optimizer steps with.
 
-    A window is open from its first backward until a step uses its gradients, or is left
-    out. Whenever code of the user's may have changed the gradients, they are measured,
-    and compared with what was measured before.
+    A window is open from its first backward until a step uses its gradients or the
+    training leaves them out. Whenever the user's code may have changed the gradients,
+    they are measured and compared with the measurement before.
 
     Args:
         optimizer: The optimizer.
-        record: What happens to the gradients is noted there.
-        overflows: Makes them overflow in some windows.
+        record: Where events and windows are noted.
+        overflows: Makes the gradients overflow in some windows.
 
     Attributes:
-        number: The place of the optimizer among all.
-        factor: What the gradients are multiplied by; NaN if that is not known.
-        scale: What the newest backward was scaled by.
-        clipped: Whether torch has clipped them since they were measured.
-        norms: That of each, in the order of the weights, when they were measured last.
-        reached: The weights that had a gradient other than 0 whenever it was measured.
-        window: The newest.
-        is_new: Whether autograd has computed something since the newest step.
+        number: The number of the optimizer.
+        factor: What multiplies the gradients; NaN if unknown.
+        scale: The loss scale of the newest backward.
+        clipped: Whether torch has clipped the gradients since the last measurement.
+        norms: The norm of each gradient at the last measurement, in the order of the
+            weights.
+        reached: The weights whose gradient was not 0 at some measurement.
+        window: The newest window.
+        is_new: Whether autograd has computed gradients since the last step, or since
+            the gradients were left out.
+        overflows: See above.
     """
 
     def __init__(
@@ -68,51 +76,54 @@ class StepGradients:
         self.overflows = overflows
         self._optimizer = optimizer
         self._record = record
-        self._sample = torch.zeros(0)  # some numbers, when they were measured last
-        self._used: list[Key] = []  # the gradients of the newest step
-        self._are_used = False  # those that the backward which runs adds to
-        # The overflow of this window is taken back while a backward adds to it.
+        self._sample = torch.zeros(0)  # a few numbers at the last measurement
+        self._used: list[Key] = []  # gradients of the last step, made or left out
+        # Whether the running backward adds to gradients that a step has used.
+        self._are_used = False
+        # Whether the forced overflow is taken back while a backward adds to it.
         self._taken_back = False
         self._to_force = 0  # overflows that this window may still get
         self._overflown = 0  # windows that were made to overflow
-        self._usually = 1.0  # `by_hand` of the newest window without an overflow
-        # Of the newest step: what is known of it, what it divides them by itself, its
-        # gradients when it began, and the 16-bit weights then.
+        self._usually = 1.0  # `by_hand` of the last window without a forced overflow
+        # The running step: its attributes as an event, what the optimizer divides the
+        # gradients by, the gradients at its beginning, and the 16-bit weights with
+        # their values at its beginning.
         self._step: dict[str, Any] = {}
         self._divisor = 1.0
         self._begun: list[Key] = []
         self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._is_rounded: bool | None = None  # the weights, after the newest step
+        # Whether the weights were 16-bit numbers after the last step.
+        self._is_rounded: bool | None = None
         record.optimizers += 1
 
     @property
     def is_open(self) -> bool:
-        """Whether there are gradients that no step has used, or has left out."""
+        """Whether there are gradients that still wait for a step."""
         window = self.window
         return window.place > 0 and not (window.steps or window.left_out)
 
     @property
     def norm(self) -> float:
-        """That of all of them together, when they were measured last."""
+        """The norm of all gradients together at the last measurement."""
         return math.hypot(*self.norms)
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """What they are the gradients of."""
+        """The parameters of the optimizer."""
         return parameters_of(self._optimizer)
 
     @unheard
     def has_any_of(self, gradients: Set[torch.Tensor]) -> bool:
-        """Whether some of these are among them."""
+        """Whether any of these tensors is a gradient of this optimizer."""
         return not gradients.isdisjoint(weight.grad for weight in self.weights)
 
     @unheard
     def versions(self) -> list[Key]:
-        """What differs as soon as a gradient is another or has other values."""
+        """A key for each gradient, which changes with its tensor and values."""
         return [version_key(weight) for weight in self.weights]
 
     def measure(self) -> None:
-        """Take the norm of each, and a few of their numbers."""
+        """Take the norm of each gradient, and a sample of its numbers."""
         weights = self.weights
         numbers = [_numbers_of(weight) for weight in weights]
         self.norms = [float(torch.linalg.vector_norm(each)) for each in numbers]
@@ -122,6 +133,7 @@ class StepGradients:
         self.reached.update(weight for weight, norm in norms if norm)
 
     def _open_window(self) -> None:
+        """Begin a new window."""
         self.overflows.forget(self.weights)
         self.window = StepWindow(self.number, self.window.place + 1)
         self.clipped = False
@@ -131,7 +143,7 @@ class StepGradients:
 
     @unheard
     def look(self) -> None:
-        """Note what code of the user's has done since they were measured last."""
+        """Note what the user's code did to the gradients since the last measurement."""
         if not self.is_open:
             self._look_for_new()
         elif not self.overflows.are_in(self.weights):
@@ -142,7 +154,12 @@ class StepGradients:
             self.clipped = False
 
     def _compare(self, norm: float, sample: torch.Tensor) -> None:
-        """Note how they differ from what was measured before."""
+        """Note how the gradients differ from the last measurement.
+
+        Args:
+            norm: Their norm at that measurement.
+            sample: Their sample at that measurement.
+        """
         window, now = self.window, self._sample
         ratio = self.norm / norm if norm else math.nan
         if abs(ratio - 1) > 1e-3:
@@ -156,22 +173,22 @@ class StepGradients:
                 change = float(torch.linalg.vector_norm(now - sample))
                 window.added = math.hypot(window.added, change / self.factor)
             if not ratio * self.factor > 1.01:
-                self.factor = math.nan  # divided by the scale, and clipped perhaps
+                self.factor = math.nan  # perhaps divided by the scale and clipped
 
     def _look_for_new(self) -> None:
-        """Gradients of no backward were set by the training, as `p.grad = g`."""
+        """Begin a window if the training set a gradient itself: `p.grad = g`."""
         versions = self.versions()
         if not self._used or versions == self._used:
             return
         self.measure()
-        # Zeroing in place sets them, too; what a step has used may have been clipped.
+        # Zeroing in place and clips after the step change the keys, too.
         if self.norm and (self.is_new or not _are_same(versions, self._used)):
             self.factor = math.nan
             self._open_window()
 
     @unheard
     def look_for_zeros(self) -> None:
-        """Note if they were zeroed before any step has used them."""
+        """Note if the gradients were zeroed before a step has used them."""
         window = self.window
         if self.is_open and not window.is_empty and not any(self._are_other_than_0()):
             window.zeroed += self._record.of("zero_grad")[-1:]
@@ -180,12 +197,17 @@ class StepGradients:
             self.overflows.forget(self.weights)
 
     def _are_other_than_0(self) -> Iterator[bool]:
+        """Yield for each weight whether it has a gradient that is not 0."""
         for weight in self.weights:
             yield weight.grad is not None and bool(values_of(weight.grad).any())
 
     @unheard
     def before_backward(self) -> None:
-        """They may have been zeroed, by hand perhaps, or not at all."""
+        """Prepare for a backward.
+
+        The user's code may have zeroed the gradients by hand. A forced overflow is
+        taken back, so the backward adds to the true gradients.
+        """
         self.look_for_zeros()
         self._taken_back = self.overflows.are_untouched(self.weights)
         if self._taken_back:
@@ -193,9 +215,10 @@ class StepGradients:
         self._are_used = not self.is_open and self._has_used()
 
     def _has_used(self) -> bool:
-        """Whether a step has used some of them, which may be changed in place since."""
+        """Whether a step used a gradient that is still there and not 0."""
         now, are_there = self.versions(), self._are_other_than_0()
         for key, used, is_there in zip(now, self._used, are_there, strict=False):
+            # The training may have changed it in place since.
             is_used = key == used or (key[0] == used[0] and not self.is_new)
             if is_used and is_there:
                 return True
@@ -203,7 +226,7 @@ class StepGradients:
 
     @unheard
     def unscale(self, scale: float) -> None:
-        """A scaler has looked for an overflow and divided them."""
+        """Note that a scaler has unscaled the gradients."""
         self.factor /= scale
         self.overflows.divide(self.weights, scale)
         self.window.unscales.append(self._record.note("unscale"))
@@ -211,25 +234,25 @@ class StepGradients:
         self.window.unclipped = self.norm
 
     def is_due(self) -> bool:
-        """Whether the next window is one to make overflow."""
+        """Whether the next window will be made to overflow."""
         due = sum(number <= self.window.place for number in self.overflows.windows)
         return due > self._overflown
 
     @unheard
     def add(self, backward: Event, *, may_force: bool) -> bool:
-        """A backward has added to them.
+        """Note that a backward has added to the gradients.
 
         Args:
             backward: The backward.
             may_force: Whether they may be made to overflow now.
 
         Returns:
-            Whether they were.
+            Whether they were made to overflow.
         """
         before = self.norm if self.is_open else 0.0
         if not (self.is_open and self.window.backwards):
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
-            # The overflow of a step that was left out is in this window, too.
+            # The gradients of a step that was left out bring their overflow along.
             is_forced = self.window.left_out and self._taken_back
             self._open_window()
             self.window.stale, self.window.forced = self._are_used, is_forced
@@ -240,7 +263,7 @@ class StepGradients:
         if loss.scale:
             self.factor = loss.scale
         elif loss.has_gradient:
-            self.factor = math.nan  # that of the gradient it was given
+            self.factor = math.nan  # unknown: that of the gradient it began with
         self.measure()
         backward.added = math.hypot(backward.added, self.norm - before)
         forces = bool(loss.scale) and is_first and self._to_force > 0
@@ -249,6 +272,7 @@ class StepGradients:
         return forces
 
     def _force_overflow(self) -> None:
+        """Make the gradients of this window overflow."""
         self.overflows.make(self.weights)
         self._taken_back = False
         self._to_force -= 1
@@ -257,7 +281,7 @@ class StepGradients:
 
     @unheard
     def after_backward(self) -> None:
-        """The gradients of a window that was made to overflow do so again."""
+        """Make the gradients overflow again, if the overflow was taken back."""
         if self._taken_back:
             self.overflows.make(self.weights)
             self._taken_back = False
@@ -266,7 +290,10 @@ class StepGradients:
 
     @unheard
     def update(self) -> None:
-        """The scale is updated: a step that was prepared, and not made, is left out."""
+        """Note that a scaler updates its scale.
+
+        The gradients of a step that was only prepared, by `unscale_`, are left out.
+        """
         self.look()
         if self.is_open and self.window.unscales:
             self.window.left_out = True
@@ -274,14 +301,14 @@ class StepGradients:
 
     @unheard
     def begin_step(self, *, skipped: bool, divisor: float = 1.0) -> None:
-        """The optimizer is about to step with them, or a scaler has skipped that.
+        """Prepare for a step of the optimizer, or for one that a scaler has skipped.
 
         Args:
-            skipped: Whether it changes nothing.
-            divisor: What the step itself divides them by.
+            skipped: Whether the step changes nothing.
+            divisor: What the optimizer itself divides the gradients by.
         """
         self.look()
-        self.window.left_out = False  # it is made after the update
+        self.window.left_out = False  # the step comes after the update
         weights = self.weights
         gave_back = not skipped and self.overflows.give_back(weights, self._usually)
         self.measure()
@@ -303,10 +330,10 @@ class StepGradients:
 
     @unheard
     def end_step(self, **known: Any) -> None:
-        """The optimizer has stepped with them, or a scaler has skipped that.
+        """Note the step.
 
         Args:
-            known: What else is known of the step.
+            known: What else is known of the step, for its event.
         """
         window, norms = self.window, self._norms_of_step()
         norm = math.hypot(*norms)
@@ -326,7 +353,7 @@ class StepGradients:
         step = self._record.note(
             "step", **measured, **multiplied, **self._step, **known
         )
-        if self.is_open or norm:  # there are some
+        if self.is_open or norm:  # the optimizer has gradients
             window.steps.append(step)
         for backward in window.used:
             backward.divided = backward.divided or step.scaled
@@ -336,37 +363,37 @@ class StepGradients:
         self._used, self.factor, self.is_new = self.versions(), 1.0, False
 
     def _norms_of_step(self) -> list[float]:
-        """Those of what it has used: hooks and the step itself may change that."""
+        """The norms of the gradients that the step used; its hooks may change them."""
         now = self.versions()
         norms = [norm / self._divisor for norm in self.norms]
         if now == self._begun or not _are_same(now, self._begun):
             return norms
         before = math.hypot(*norms)
         self.measure()
-        if not self.norm:  # it has zeroed them
+        if not self.norm:  # the step has zeroed them
             return norms
         self.window.by_hand *= self.norm / before if before else 1.0
         return self.norms
 
 
 def _numbers_of(weight: torch.Tensor) -> torch.Tensor:
-    """Those of its gradient, in float32; none without one."""
+    """The numbers of a weight's gradient, in float32; empty without a gradient."""
     if weight.grad is None:
         return torch.zeros(0)
     return values_of(weight.grad).float().flatten()
 
 
 def _are_same(keys: Sequence[Key], others: Sequence[Key]) -> bool:
-    """Whether gradients are the same tensors, whatever their values are."""
+    """Whether two lists of keys belong to the same tensors, whatever their values."""
     return [gradient for gradient, _ in keys] == [gradient for gradient, _ in others]
 
 
-# The weights of a step.
+# 16-bit weights.
 
 
 @unheard
 def are_rounded(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all float32 weights are exactly 16-bit numbers."""
+    """Whether all float32 weights are exactly numbers of one 16-bit dtype."""
     full = [weight.detach() for weight in weights if weight.dtype is torch.float32]
     for dtype in SIXTEEN_BITS if full else ():
         if all(torch.equal(each, each.to(dtype).float()) for each in full):
@@ -375,10 +402,10 @@ def are_rounded(weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _share_lost(halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """The share of 16-bit weights with a gradient that a step has not changed.
+    """The share of 16-bit weights with a gradient that a step left unchanged.
 
     Args:
-        halves: The weights, each with what it was before the step.
+        halves: The weights, each with its values before the step.
     """
     same, pulled = 0, 0
     for weight, before in halves:
