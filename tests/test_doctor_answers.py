@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.check import watching
 from determined_amp.check.advice import fitted_to_script
-from determined_amp.check.causes import Attempts
+from determined_amp.check.causes import CauseSearch
 from determined_amp.check.finding import ROWS, CheckFinding, CheckFindings, Level, Where
 from determined_amp.check.record import Record
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
@@ -438,14 +438,14 @@ def test_kind_of_batch_that_is_always_skipped_is_told_with_its_operation():
 
 
 def test_twelve_forwards_are_looked_at_for_a_cause_and_no_more():
-    attempts = Attempts(Record(), [], looks_anyway=False)
-    attempts.backward([torch.tensor(math.nan)], 0.0)
+    search = CauseSearch(Record(), [], looks_anyway=False)
+    search.end_backward([torch.tensor(math.nan)], 0.0)
     looked = []
     for _ in range(20):
-        attempts.look()
-        attempts.look()  # as after a step and before the next batch
-        looked.append(attempts._watch is not None)
-        attempts.backward([torch.tensor(1.0)], 0.0)
+        search.watch_if_due()
+        search.watch_if_due()  # as after a step and before the next batch
+        looked.append(search._watch is not None)
+        search.end_backward([torch.tensor(1.0)], 0.0)
     assert looked == [True] * 12 + [False] * 8
 
 

@@ -156,7 +156,7 @@ def test_private_methods_that_the_library_replaces_are_called_by_determined():
         controller.WatchedController,
         controller.BatchCollector,
         trainer.LocalController,
-        doctor.Examined,
+        doctor.ExaminedController,
         checkpoint_storage.LocalCheckpoints,
         local_reports.LocalReports,
     ],

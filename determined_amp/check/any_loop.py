@@ -24,17 +24,14 @@ from determined_amp.amp.patched import patched
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.judge import judge_record
 from determined_amp.check.record import is_doctors
-from determined_amp.check.recorder import OVERFLOWS, Recorder
+from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
 
-# How many steps of each optimizer are enough: two that overflow, and nine at each of
-# two scales.
-STEPS = 20
 # The most steps that a script makes until it saves its first checkpoint.
 MOST_STEPS = 5 * STEPS
 
 # How often a script that goes on gets an `_Enough` before it gets a `SystemExit`.
-_PATIENCE = 5
+_MOST_INTERRUPTS = 5
 
 TOO_SHORT = (
     f"the time was over before each optimizer had made {STEPS} steps: --minutes gives"
@@ -151,7 +148,7 @@ class _Enough(KeyboardInterrupt):
     """Ends a script as Ctrl-C does: the doctor has seen enough."""
 
 
-class _End:
+class _ScriptEnd:
     """Ends a script when its optimizers have made enough steps, or its time is over.
 
     Args:
@@ -167,13 +164,13 @@ class _End:
         self.is_late = False
         self._recorder = recorder
 
-    def look(self) -> None:
+    def before_backward(self) -> None:
         """End the script before a backward, if the doctor has seen enough."""
         steps = self._steps()
         is_enough = steps >= MOST_STEPS or (steps >= STEPS and self.has_saved())
         if self.told or is_enough:
             self.told += 1
-            raise SystemExit if self.told > _PATIENCE else _Enough
+            raise SystemExit if self.told > _MOST_INTERRUPTS else _Enough
 
     def has_saved(self) -> bool:
         """Whether the script saved a checkpoint that can be judged."""
@@ -183,7 +180,7 @@ class _End:
         return min(self._recorder.record.steps_of_each, default=0)
 
     @contextmanager
-    def after(self, seconds: float) -> Iterator[None]:
+    def time_limit(self, seconds: float) -> Iterator[None]:
         """End what runs in this block after some seconds, even while it waits."""
         before = signal.signal(signal.SIGALRM, self._time_is_over)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -214,15 +211,15 @@ def examine_script(
         The findings, and the error that the script itself raised.
     """
     recorder, findings = Recorder(moves_scale=True), CheckFindings()
-    end = _End(recorder)
-    recorder.before_backward = end.look
+    end = _ScriptEnd(recorder)
+    recorder.before_backward = end.before_backward
     raised: BaseException | None = None
     with ExitStack() as stack:
         if not in_place:
             scratch = stack.enter_context(changing_all_in(folder_of_launch()))
         stack.enter_context(_as_started(path, arguments))
         try:
-            with watched(recorder, findings), end.after(60 * minutes):
+            with watched(recorder, findings), end.time_limit(60 * minutes):
                 _run(path, end)
         except BaseException as error:
             raised = error
@@ -236,7 +233,7 @@ def examine_script(
     return findings, raised
 
 
-def _run(path: str, end: _End) -> None:
+def _run(path: str, end: _ScriptEnd) -> None:
     """Run a script; hide its exit if it succeeded, or if the doctor ended it."""
     try:
         runpy.run_path(path, run_name="__main__")

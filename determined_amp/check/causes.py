@@ -1,6 +1,6 @@
 """Finds the operation that makes a loss not finite, and a precision that helps.
 
-`Attempts` follows the training from loss to loss. After a loss or gradients that are
+`CauseSearch` follows the training from loss to loss. After a loss or gradients that are
 not finite, it watches the next forwards with a `CauseWatch`, which computes every
 operation in float32 and in bfloat16, too. The recorder calls it. `forwards.py` asks
 `overflow_in` about validations.
@@ -38,7 +38,7 @@ _MOST_LOOKS = 12
 _ANYWAY = (3, 12)
 
 
-class Other:
+class OtherPrecision:
     """The same forward in another precision, operation by operation.
 
     Each storage that the forward computes has another one here, with the numbers that
@@ -117,22 +117,23 @@ class Other:
         return numbers
 
 
-class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no types
+class ForwardWatch(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no types
     """Watches one forward for what 16 bits cannot hold, even if the loss is finite.
 
     Args:
         models: The models whose modules name the places.
 
     Attributes:
-        hidden: The first operation that overflows in 16 bits and not in float32.
-        rounded: The first cast to 16 bits that changes a whole number: the largest one
-            that it casts, and the line.
+        hidden_overflow: The first operation that overflows in 16 bits and not in
+            float32.
+        rounded_whole_number: The first cast to 16 bits that changes a whole number: the
+            largest number that it casts, and the line.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__(models)
-        self.hidden: Cause | None = None
-        self.rounded: tuple[str, Where | None] | None = None
+        self.hidden_overflow: Cause | None = None
+        self.rounded_whole_number: tuple[str, Where | None] | None = None
         self._places = {
             name: f"in {name} ({type(module).__name__})"
             for module, name in module_names(models).items()
@@ -147,22 +148,25 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
         result = func(*args, **kwargs)
         if not self._graph.in_backward:
             with suppress(Exception):  # some results cannot be read
-                self._glance(func, result, args, kwargs)
+                self._look_at_call(func, result, args, kwargs)
         return result
 
     def _look_at_node(self, *node: Any) -> None:
         with suppress(Exception):
             super()._look_at_node(*node)
 
-    def _glance(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
+    def _look_at_call(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
         known = len(self.forward)
         self._look_at_result(func, result, (args, kwargs))
-        if getattr(func, "overloadpacket", None) is CAST and self.rounded is None:
+        if (
+            getattr(func, "overloadpacket", None) is CAST
+            and self.rounded_whole_number is None
+        ):
             self._compare_whole_numbers(args[0], result)
         # An operation that changed its argument in place cannot be computed again.
-        is_first = self.hidden is None and len(self.forward) > known
+        is_first = self.hidden_overflow is None and len(self.forward) > known
         if is_first and has_overflown(result) and not _changes(func):
-            exact = Other(None).compute(func, args, kwargs, changes=False)
+            exact = OtherPrecision(None).compute(func, args, kwargs, changes=False)
             self._note_hidden(self.forward[-1], exact)
 
     def _compare_whole_numbers(self, given: torch.Tensor, made: torch.Tensor) -> None:
@@ -170,13 +174,13 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
         is_whole = is_whole or _are_positions(given)
         if is_whole and made.dtype in SIXTEEN_BITS and (made.double() != given).any():
             text = f"{int(given.abs().max())} in {dtype_name(made.dtype)}"
-            self.rounded = text, users_line()
+            self.rounded_whole_number = text, users_line()
 
     def _note_hidden(self, place: Place, exact: Any) -> None:
         numbers = tensors_of(exact)
         if place.dtype in SIXTEEN_BITS and numbers and all(map(is_finite, numbers)):
             text = f"{self._text(place)}, {_limit(place.dtype)}"
-            self.hidden = Cause(text, users_line(), text)
+            self.hidden_overflow = Cause(text, users_line(), text)
 
     def _text(self, place: Place) -> str:
         operation = "a cast" if place.key[1] == CAST.__name__ else place.key[1]
@@ -186,7 +190,7 @@ class Glance(OverflowWatch):  # type: ignore[no-untyped-call]  # torch has no ty
         return self._places.get(module, "outside the model")
 
 
-class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
+class CauseWatch(ForwardWatch):  # type: ignore[no-untyped-call]  # torch has no types
     """Watches one forward, and computes it in float32 and in bfloat16, too.
 
     Args:
@@ -195,7 +199,8 @@ class CauseWatch(Glance):  # type: ignore[no-untyped-call]  # torch has no types
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__(models)
-        self._float32, self._bfloat16 = Other(None), Other(torch.bfloat16)
+        self._float32 = OtherPrecision(None)
+        self._bfloat16 = OtherPrecision(torch.bfloat16)
         # Each place, whether its result is finite in float32, and the user's line.
         self._seen: list[tuple[Place, bool, Where | None]] = []
 
@@ -301,7 +306,7 @@ def _limit(dtype: torch.dtype) -> str:
     return f"beyond {dtype_name(dtype)}, which ends at {limit:g}"
 
 
-class Attempts:
+class CauseSearch:
     """Follows each loss to its backward, and looks for the cause if it is not finite.
 
     Args:
@@ -324,35 +329,36 @@ class Attempts:
         self._roots = roots
         self._anyway = _ANYWAY if looks_anyway else ()
         self._batch: Any = None
-        self._left = 0  # forwards that may still be watched for the newest reason
-        self._watch: Glance | None = None
+        # How many forwards may still be watched for the newest reason.
+        self._watches_left = 0
+        self._watch: ForwardWatch | None = None
         # The threads that run backwards. A mode watches only one thread.
         self._threads: set[int] = set()
         self._stack = ExitStack()  # ends the watch
 
-    def begin(self, batch: Any = None) -> None:
+    def begin_batch(self, batch: Any = None) -> None:
         """Begin a batch."""
         self._batch = batch
-        self.look()
+        self.watch_if_due()
 
-    def look(self) -> None:
+    def watch_if_due(self) -> None:
         """Watch the operations until the next backward, if there is a reason to."""
         if self._watch is not None or len(self._threads) > 1:
             return
         count = len(self._record.of("backward"))
-        if self._left > 0:
+        if self._watches_left > 0:
             self._watch = CauseWatch([*self._roots])
         elif count in self._anyway and self._record.regions:
-            self._watch = Glance([*self._roots])
+            self._watch = ForwardWatch([*self._roots])
         if self._watch is not None:
             self._stack.enter_context(self._watch.watching())
 
-    def leave(self) -> None:
+    def stop_watching(self) -> None:
         """End the watch."""
         self._stack.close()
         self._watch = None
 
-    def backward(self, losses: Sequence[torch.Tensor], added: float) -> None:
+    def end_backward(self, losses: Sequence[torch.Tensor], added: float) -> None:
         """Judge a backward that is over.
 
         Args:
@@ -360,15 +366,19 @@ class Attempts:
             added: How much the norm of the gradients grew.
         """
         self._threads.add(get_ident())
-        self._left -= isinstance(self._watch, CauseWatch)
+        self._watches_left -= isinstance(self._watch, CauseWatch)
         bad = [loss for loss in losses if not is_finite(loss)]
         if bad or not math.isfinite(added):
             self._judge(bad)
         elif self._watch:
-            self._record.hidden = self._record.hidden or self._watch.hidden
-            self._record.rounded = self._record.rounded or self._watch.rounded
+            self._record.hidden_overflow = (
+                self._record.hidden_overflow or self._watch.hidden_overflow
+            )
+            self._record.rounded_whole_number = (
+                self._record.rounded_whole_number or self._watch.rounded_whole_number
+            )
         self.loss = None
-        self.leave()
+        self.stop_watching()
 
     def end_forward(self) -> None:
         """Judge a loss that had no backward.
@@ -392,15 +402,15 @@ class Attempts:
         fault = fault_of_input(self._batch) if bad else None
         watch = self._watch
         if fault is not None:
-            self._know(Cause(fault, None, fault))
+            self._note_cause(Cause(fault, None, fault))
         elif not isinstance(watch, CauseWatch):
-            self._left = _MOST_LOOKS
+            self._watches_left = _MOST_LOOKS
         else:
-            self._know(watch.cause(bad[0]) if bad else watch.cause_of_gradients())
+            self._note_cause(watch.cause(bad[0]) if bad else watch.cause_of_gradients())
 
-    def _know(self, cause: Cause | None) -> None:
+    def _note_cause(self, cause: Cause | None) -> None:
         if cause is not None:
-            self._record.cause, self._left = cause, 0
+            self._record.cause, self._watches_left = cause, 0
 
 
 def _address(tensor: torch.Tensor) -> int:

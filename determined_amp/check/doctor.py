@@ -36,7 +36,7 @@ from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.judge import judge_record
 from determined_amp.check.record import Record, where_raised
-from determined_amp.check.recorder import OVERFLOWS, Recorder
+from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
@@ -61,20 +61,17 @@ ASK_FOR_AMP = (
 )
 
 # Steps in an epoch, and batches in a validation.
-_EPOCH, _VALIDATION = 4, 4
-
-# Steps of a run: two that overflow, and nine at each of two scales.
-_STEPS = 20
+_EPOCH_STEPS, _VALIDATION_BATCHES = 4, 4
 
 # Steps before the checkpoint, which must not be at the end of an epoch, and steps of a
 # resumed run.
-_SAVED, RESUMED = 10, 2
+_STEPS_BEFORE_SAVE, _RESUMED_STEPS = 10, 2
 
 # Seconds of training after which a run ends with what it has recorded, and the most
 # seconds that its process may take.
-_TRAINS, PATIENCE = 60.0, 300
+_TRAINING_SECONDS, PATIENCE = 60.0, 300
 # Seconds that its process has to send the record and to end.
-_PARTING = 30
+_PARTING_SECONDS = 30
 
 _ENTERED = ExitStack()  # contexts that the process of a run stays in
 
@@ -126,11 +123,11 @@ def _runs(
     """Run a trial, and its resume if it saved a checkpoint; return both records."""
     notify("training a few batches, two of them with an overflow if it scales its loss")
     record = run(probe)
-    if record.disturbed:
+    if record.error_after_overflow:
         notify("once more, since it raised an error after an overflow")
         probe = replace(probe, overflows=())
         record = run(probe)
-    record.forces_none = not probe.overflows
+    record.without_overflows = not probe.overflows
     if not any(probe.folder.glob("*/state_dict.pth")):
         return record, None
     notify("resuming from the checkpoint")
@@ -182,7 +179,7 @@ def _run(probe: Probe) -> Record:
         said = traceback.format_exc().strip().splitlines()[-1]
         raise UserError(f"a run of the trial failed: {said}") from None
     finally:
-        signal.alarm(_PARTING)  # a thread of the trial may never end
+        signal.alarm(_PARTING_SECONDS)  # a thread of the trial may never end
 
 
 def run_here(probe: Probe) -> Record:
@@ -225,16 +222,16 @@ def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None
     if amp is not None:  # its guard would end a run that overflows
         amp.guard.enabled = False
     aggregation = aggregation_frequency(context)
-    batches, checkpoint = 4 * _STEPS * aggregation, None
+    batches, checkpoint = 4 * STEPS * aggregation, None
     if probe.resumes:
         saved = next(probe.folder.glob("*/state_dict.pth"))
         batches, checkpoint = 1_000_000, saved.parent.name
-    with controlled_by(partial(Examined, probe, recorder)):
+    with controlled_by(partial(ExaminedController, probe, recorder)):
         pytorch.Trainer(trial, context).fit(
             max_length=pytorch.Batch(batches),
             reporting_period=pytorch.Batch(1),
-            validation_period=pytorch.Batch(_EPOCH * aggregation),
-            checkpoint_period=pytorch.Batch(_SAVED * aggregation),
+            validation_period=pytorch.Batch(_EPOCH_STEPS * aggregation),
+            checkpoint_period=pytorch.Batch(_STEPS_BEFORE_SAVE * aggregation),
             checkpoint_policy="none",
             latest_checkpoint=checkpoint,
         )
@@ -251,7 +248,7 @@ def _core_context(folder: Path) -> core.Context:
     )
 
 
-class Examined(WatchedController):
+class ExaminedController(WatchedController):
     """Determined's loop with short epochs, which ends after enough steps.
 
     Args:
@@ -268,7 +265,7 @@ class Examined(WatchedController):
 
     def set_data_loaders(self) -> None:
         super().set_data_loaders()
-        shorten_epoch(self.context, _EPOCH * aggregation_frequency(self.context))
+        shorten_epoch(self.context, _EPOCH_STEPS * aggregation_frequency(self.context))
         # Repeat the batches: Determined only repeats its own kind of loader.
         again = itertools.repeat(self.training_loader)
         self.training_loader: Any = itertools.chain.from_iterable(again)
@@ -287,9 +284,9 @@ class Examined(WatchedController):
             metrics: Metrics = super().train_one_batch(batch, epoch_idx, batch_idx)
         finally:
             recorder.end_batch()
-        wanted = RESUMED if self._probe.resumes else _STEPS
+        wanted = _RESUMED_STEPS if self._probe.resumes else STEPS
         enough = max(recorder.record.steps_of_each, default=0) >= wanted
-        if enough or time.monotonic() - self._began > _TRAINS:
+        if enough or time.monotonic() - self._began > _TRAINING_SECONDS:
             self.context.set_stop_requested(True)
         return metrics
 
@@ -305,7 +302,7 @@ class Examined(WatchedController):
         own = DataLoader.__iter__
 
         def few(loader: Any) -> Any:
-            return itertools.islice(own(loader), _VALIDATION)
+            return itertools.islice(own(loader), _VALIDATION_BATCHES)
 
         with patched(DataLoader, "__iter__", few):
             return super().validate()

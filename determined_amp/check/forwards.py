@@ -42,10 +42,10 @@ class Forwards:
         self._record = record
         self._running: list[nn.Module] = []
         self._first: nn.Module | None = None  # of the first forward with gradients
-        self._looks = _MOST_LOOKS  # examinations that are left
+        self._looks_left = _MOST_LOOKS  # examinations that are left
         # The version of each weight, by id, at its first use since autocast dropped its
         # casts.
-        self._cast: dict[int, int] = {}
+        self._versions_when_cast: dict[int, int] = {}
 
     def enter_autocast(self) -> None:
         """Count a forward that enters autocast itself as one under autocast."""
@@ -82,22 +82,24 @@ class Forwards:
             matrices = [p for p in weights if p.dtype is torch.float32 and p.dim() > 1]
             for weight in matrices:
                 version = version_of(weight)
-                if self._cast.setdefault(id(weight), version) != version:
+                if self._versions_when_cast.setdefault(id(weight), version) != version:
                     self._record.note("stale")
                     break
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook after the forward of each module."""
         is_validation = len(self._running) == 1 and not torch.is_grad_enabled()
-        is_wanted = is_validation and self._looks and not self._record.validation
+        is_wanted = (
+            is_validation and self._looks_left and not self._record.validation_cause
+        )
         if is_wanted and has_overflown(output) and not has_overflown(inputs):
-            self._looks -= 1
-            self._record.validation = overflow_in(module, inputs)
+            self._looks_left -= 1
+            self._record.validation_cause = overflow_in(module, inputs)
         self._running = self._running[:-1]
 
     def drop_casts(self) -> None:
         """Forget the weights that autocast has cast, as it has dropped the casts."""
-        self._cast.clear()
+        self._versions_when_cast.clear()
 
     def buffers_not_finite(self) -> Iterator[str]:
         """Yield the buffers that are not finite now but were at the first run."""

@@ -28,12 +28,12 @@ Key = tuple[int, int]
 
 
 @dataclass
-class _Moved:
+class _MovedScale:
     """What is known of one scaler."""
 
     windows: int = 0  # windows whose scale could be moved
     decided: bool = False  # whether this window was decided on
-    true: float | None = None  # the scale to put back; None if not moved
+    true_scale: float | None = None  # the scale to put back; None if not moved
 
 
 class ScaleMoves:
@@ -52,12 +52,12 @@ class ScaleMoves:
 
     def __init__(self, rests: Callable[[], bool]) -> None:
         self._rests = rests
-        self._known: dict[Any, _Moved] = defaultdict(_Moved)
+        self._known: dict[Any, _MovedScale] = defaultdict(_MovedScale)
 
     @property
     def is_moved(self) -> bool:
         """Whether a scale is divided now."""
-        return any(moved.true is not None for moved in self._known.values())
+        return any(moved.true_scale is not None for moved in self._known.values())
 
     def begin(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
         """Move each scale, or leave it, if a window begins here."""
@@ -73,7 +73,7 @@ class ScaleMoves:
             most = min(_MOST, float(scale) / _LEAST)
             # The Thue-Morse sequence has no period. A power of two rounds nothing.
             if moved.windows.bit_count() % 2 and most >= _WORTH:
-                moved.true = float(scale)
+                moved.true_scale = float(scale)
                 scale.div_(2.0 ** int(math.log2(most)))
 
     def update(self, scaler: Any, own: Callable[[], None], *, sets: bool) -> None:
@@ -86,8 +86,8 @@ class ScaleMoves:
         """
         moved = self._known[scaler]
         moved.decided = False
-        if moved.true is None or sets:
-            moved.true = None
+        if moved.true_scale is None or sets:
+            moved.true_scale = None
             own()
             return
         before = float(scale_tensor(scaler))
@@ -95,7 +95,7 @@ class ScaleMoves:
         ratio = float(scale_tensor(scaler)) / before
         # If a floor stopped the divided scale, the true scale does not change.
         if ratio in (scaler.get_growth_factor(), scaler.get_backoff_factor()):
-            moved.true *= ratio
+            moved.true_scale *= ratio
         if ratio >= 1:
             self._put_back(scaler)
 
@@ -106,9 +106,9 @@ class ScaleMoves:
 
     def _put_back(self, scaler: Any) -> None:
         moved = self._known[scaler]
-        if moved.true is not None:
-            scale_tensor(scaler).fill_(moved.true)
-            moved.true = None
+        if moved.true_scale is not None:
+            scale_tensor(scaler).fill_(moved.true_scale)
+            moved.true_scale = None
 
 
 class ForcedOverflows:
@@ -124,20 +124,23 @@ class ForcedOverflows:
     def __init__(self, windows: Collection[int]) -> None:
         self.windows = windows
         # By weight: the key of the gradient that overflows, and its true values.
-        self._true: dict[torch.Tensor, tuple[Key, torch.Tensor]] = {}
+        self._true_gradients: dict[torch.Tensor, tuple[Key, torch.Tensor]] = {}
 
     def make(self, weights: Iterable[torch.Tensor]) -> None:
         """Multiply the gradients of these weights by infinity."""
         for weight in weights:
             if weight.grad is not None:
-                self._true[weight] = version_key(weight), weight.grad.detach().clone()
+                self._true_gradients[weight] = (
+                    version_key(weight),
+                    weight.grad.detach().clone(),
+                )
                 _write(weight.grad, weight.grad.data * math.inf)
 
     def divide(self, weights: Iterable[torch.Tensor], divisor: float) -> None:
         """Divide the true gradients, too, as a scaler has divided the gradients."""
         for weight in weights:
-            if weight in self._true:
-                self._true[weight][1].div_(divisor)
+            if weight in self._true_gradients:
+                self._true_gradients[weight][1].div_(divisor)
 
     def give_back(self, weights: Iterable[torch.Tensor], factor: float = 1.0) -> bool:
         """Replace overflows by the true gradients.
@@ -151,7 +154,7 @@ class ForcedOverflows:
         """
         has_given = False
         for weight in weights:
-            _, values = self._true.pop(weight, (None, None))
+            _, values = self._true_gradients.pop(weight, (None, None))
             if values is None or weight.grad is None:
                 continue
             true = values * factor
@@ -165,24 +168,24 @@ class ForcedOverflows:
 
         The recorder calls this if the training raises an error on an overflow.
         """
-        self.give_back([*self._true])
+        self.give_back([*self._true_gradients])
         self.windows = ()
 
     def are_untouched(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether the forced overflows are still in these weights' gradients."""
-        made = [weight for weight in weights if weight in self._true]
+        made = [weight for weight in weights if weight in self._true_gradients]
         return bool(made) and all(
-            version_key(each) == self._true[each][0] for each in made
+            version_key(each) == self._true_gradients[each][0] for each in made
         )
 
     def are_in(self, weights: Iterable[torch.Tensor]) -> bool:
         """Whether a gradient of these weights was made to overflow."""
-        return not self._true.keys().isdisjoint(weights)
+        return not self._true_gradients.keys().isdisjoint(weights)
 
     def forget(self, weights: Iterable[torch.Tensor]) -> None:
         """Forget the overflows of these weights, whose gradients are gone."""
         for weight in weights:
-            self._true.pop(weight, None)
+            self._true_gradients.pop(weight, None)
 
 
 def version_key(weight: torch.Tensor) -> Key:

@@ -33,7 +33,7 @@ _OFTEN = 1 / 3
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 
 # Norms follow the scale if they differ by more than `_FACTOR` between scales that each
-# have `_STEPS` steps. With fewer steps, the exponent must be `_EXPONENT` or more.
+# have `_STEPS` steps. With fewer steps, the exponent must also be at least `_EXPONENT`.
 _FACTOR, _STEPS, _EXPONENT = 2.0, 8, 0.7
 
 # If the gradients of some weights shrink at high scales, an exponent of this size is
@@ -63,11 +63,11 @@ def skips_every_step(record: Record) -> Found:
 
 def skips_at_scales_that_were_right(record: Record) -> Found:
     """Steps are skipped at scales at which a step was made before."""
-    late = _late(_steps_of_scalers(record))
-    skipped = [step for step in late if step.skipped]
+    at_right = _at_right_scales(_steps_of_scalers(record))
+    skipped = [step for step in at_right if step.skipped]
     if len(skipped) >= _MANY:
-        is_often = len(skipped) >= _SHARE * len(late)
-        yield Seen(skipped[:1], part=skipped, of=late, proven=is_often)
+        is_often = len(skipped) >= _SHARE * len(at_right)
+        yield Seen(skipped[:1], part=skipped, of=at_right, proven=is_often)
 
 
 def skips_often(record: Record) -> Found:
@@ -83,7 +83,7 @@ def _steps_of_scalers(record: Record) -> list[Event]:
     return record.of("step", scaled=True, again=False, disturbed=False)
 
 
-def _late(steps: Sequence[Event]) -> list[Event]:
+def _at_right_scales(steps: Sequence[Event]) -> list[Event]:
     """The steps at a scale at which, or above which, a step was made before.
 
     Such a scale does not explain a skip.
@@ -100,14 +100,14 @@ def skips_one_kind_of_batch(record: Record) -> Found:
     Some of them are skipped at scales that were right before.
     """
     calm = _steps_of_scalers(record)
-    late = _late(calm)
+    at_right = _at_right_scales(calm)
     of_lines: dict[Where | None, list[Event]] = defaultdict(list)
-    for window in record.complete:
+    for window in record.stepped_windows:
         if window.used:
             line = window.used[-1].where
             of_lines[line] += [step for step in window.steps if step in calm]
     for line, steps in of_lines.items():
-        again = [step for step in steps if step in late]
+        again = [step for step in steps if step in at_right]
         if len(again) >= _MANY and all(step.skipped for step in steps):
             yield Seen([line], part=steps, line=line)
 
@@ -135,14 +135,16 @@ def overflows_and_goes_on(record: Record) -> Found:
 
     A division by the overflow, or a comparison with it, makes it so.
     """
-    if record.hidden:
-        yield Seen([record.hidden.where], operation=record.hidden.text)
+    if record.hidden_overflow:
+        yield Seen(
+            [record.hidden_overflow.where], operation=record.hidden_overflow.text
+        )
 
 
 def rounds_whole_numbers(record: Record) -> Found:
     """A cast to 16 bits changes whole numbers."""
-    if record.rounded:
-        largest, where = record.rounded
+    if record.rounded_whole_number:
+        largest, where = record.rounded_whole_number
         yield Seen([where], largest=largest)
 
 
@@ -200,7 +202,7 @@ def never_steps(record: Record) -> Found:
     zeroed = [event for window in record.windows for event in window.zeroed]
     zeroed += [window.unscales[-1] for window in record.windows if window.left_out]
     is_over = record.of("step") or record.error
-    if record.scales and len(zeroed) > _SETTLED // 2 and not is_over:
+    if record.scales_the_loss and len(zeroed) > _SETTLED // 2 and not is_over:
         first = zeroed[0].where
         code = "".join(getlines(first.file)) if first else ""
         yield Seen(zeroed, holds=".step(" not in code)
@@ -236,7 +238,7 @@ class _Dependence:
         is_sure = self.norms >= _STEPS or exponent >= _EXPONENT
         return is_sure and self.ratio**exponent > _FACTOR
 
-    def at(self, steps: Sequence[Event], what: str = "") -> Seen:
+    def seen_in(self, steps: Sequence[Event], what: str = "") -> Seen:
         """What was seen in these steps."""
         times = max(self.factor, 1 / self.factor)
         ratio, norms = self.ratio, self.norms
@@ -303,7 +305,7 @@ def gradients_follow_the_scale(record: Record) -> Found:
     for calm in _steps_of_each(record):
         made = [step for step in calm if not step.skipped]
         for what, seen in islice(_dependences(calm, made), 1):
-            yield seen.at(made, what)
+            yield seen.seen_in(made, what)
 
 
 def _dependences(
@@ -329,12 +331,12 @@ def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
     The norm is infinite for a step that was skipped at a scale that was right before.
     Other skipped steps are left out.
     """
-    late = _late(steps)
+    at_right = _at_right_scales(steps)
     points = []
     for step in steps:
         if not step.skipped:
             points.append((step.scale, vars(step)[norm]))
-        elif step in late:
+        elif step in at_right:
             points.append((step.scale, math.inf))
     return points
 
@@ -344,7 +346,7 @@ def adds_what_does_not_follow_the_scale(record: Record) -> Found:
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.added) for step in steps)
         if seen and seen.exponent <= -_EXPONENT:
-            yield seen.at(steps)
+            yield seen.seen_in(steps)
 
 
 def rates_follow_the_scale(record: Record) -> Found:
@@ -352,7 +354,7 @@ def rates_follow_the_scale(record: Record) -> Found:
     for steps in _steps_of_each(record, skipped=False):
         seen = _dependence((step.scale, step.rate) for step in steps)
         if seen and abs(seen.exponent) >= _EXPONENT:
-            yield seen.at(steps)
+            yield seen.seen_in(steps)
 
 
 def _steps_of_each(record: Record, **known: bool) -> Iterator[list[Event]]:
@@ -377,19 +379,19 @@ def divides_what_was_not_scaled(record: Record) -> Found:
 
 def mixes_scales(record: Record) -> Found:
     """The gradients of a step were multiplied or divided by different scales."""
-    mixed = [window for window in record.complete if len(window.scales) > 1]
+    mixed = [window for window in record.stepped_windows if len(window.scales) > 1]
     if len(mixed) > 1:
         last = mixed[-1]
         low, high = min(last.scales), max(last.scales)
         inside = record.events[last.used[0].number : last.steps[0].number]
         updates = [event for event in inside if event.kind == "update"]
         at = updates or last.used
-        yield Seen(at, part=mixed, of=record.complete, low=low, high=high)
+        yield Seen(at, part=mixed, of=record.stepped_windows, low=low, high=high)
 
 
 def uses_an_overflow(record: Record) -> Found:
     """A scaler's step was about to use a forced overflow."""
-    forced = [window for window in record.complete if window.forced]
+    forced = [window for window in record.stepped_windows if window.forced]
     steps = [step for window in forced for step in window.steps]
     wrong = [step for step in steps if step.overflows and step.scaled]
     if wrong:
@@ -441,6 +443,6 @@ def metric_differs_in_float32(record: Record) -> Found:
 
 def validation_is_not_finite(record: Record) -> Found:
     """A forward of a validation overflows only in 16 bits."""
-    cause = record.validation
+    cause = record.validation_cause
     if cause and not record.metrics:
         yield Seen([cause.where], operation=cause.text)

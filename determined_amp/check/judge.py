@@ -80,7 +80,7 @@ def _told_by_error(record: Record) -> Iterator[CheckFinding]:
         "backwards": record.of("backward"),
         "error": record.first_line_of_error,
     }
-    if key != "raised" or not record.disturbed:
+    if key != "raised" or not record.error_after_overflow:
         yield from _findings(record, key, _STOPS, [seen])
 
 
@@ -201,18 +201,20 @@ def _with_cause(finding: CheckFinding, record: Record) -> CheckFinding:
 
 def _notes(record: Record) -> Iterator[str]:
     """Yield what the doctor did to the training, and what it did not examine."""
-    if record.disturbed:
+    if record.error_after_overflow:
         yield (
             "the training raises an error on an overflow, and the doctor made one "
             f"here: {record.raised}; watching(overflows=()) makes none"
         )
-    if record.forces_none:
+    if record.without_overflows:
         yield "it raises an error on an overflow, so none was forced"
     off = [scaler.where for scaler in record.scalers if not scaler.enabled]
     if off and not record.is_amp:
         yield f"the GradScaler of {off[0]} is switched off, so no AMP was examined"
-    forced = {window.place for window in record.complete if window.forced}
-    if record.scales and not (forced or record.forces_none or record.error):
+    forced = {window.place for window in record.stepped_windows if window.forced}
+    if record.scales_the_loss and not (
+        forced or record.without_overflows or record.error
+    ):
         yield "no overflow was made, so what this training does on one is not known"
     if forced:
         steps = ", ".join(map(str, sorted(forced)))

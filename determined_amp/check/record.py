@@ -224,7 +224,7 @@ class Record:
     schedules: list[Schedule] = field(default_factory=list)
     optimizers: int = 0  # how many there are
     # the dtypes of the weights that optimizers stepped
-    weights: set[str] = field(default_factory=set)
+    weight_dtypes: set[str] = field(default_factory=set)
     batches: int = 0  # training batches that began
     epochs: int = 0  # epochs that ended
     # How many forwards ran with and without autocast, of modules that have trainable
@@ -238,15 +238,15 @@ class Record:
     # each weight. Modules that never ran are left out.
     cut_off: list[str] = field(default_factory=list)
     # of a forward without gradients that overflows only in 16 bits
-    validation: Cause | None = None
+    validation_cause: Cause | None = None
     cause: Cause | None = None  # of a loss or gradients that are not finite
-    hidden: Cause | None = None  # of an overflow whose loss is finite
+    hidden_overflow: Cause | None = None  # of an overflow whose loss is finite
     # A cast to 16 bits that changed whole numbers: the largest, and the line.
-    rounded: tuple[str, Where | None] | None = None
+    rounded_whole_number: tuple[str, Where | None] | None = None
     error: str = ""  # the error that ended it: its type and its text
     raised: Where | None = None  # the line that raised it
-    disturbed: bool = False  # whether it came after a forced overflow
-    forces_none: bool = False  # whether it ran without forced overflows
+    error_after_overflow: bool = False  # whether it came after a forced overflow
+    without_overflows: bool = False  # whether it ran without forced overflows
     saved: bool = False  # whether Determined's loop saved a checkpoint
 
     def note(self, kind: str, **known: Any) -> Event:
@@ -277,14 +277,14 @@ class Record:
         return self.of("autocast", grad=False, in_batch=False)
 
     @property
-    def scales(self) -> bool:
+    def scales_the_loss(self) -> bool:
         """Whether a loss was scaled."""
         return any(scaler.enabled and scaler.used for scaler in self.scalers)
 
     @property
     def is_amp(self) -> bool:
         """Whether it used autocast or scaled a loss."""
-        return bool(self.regions) or self.scales
+        return bool(self.regions) or self.scales_the_loss
 
     @property
     def steps_of_each(self) -> list[int]:
@@ -297,14 +297,14 @@ class Record:
         return self.error.partition("\n")[0]
 
     @property
-    def complete(self) -> list[StepWindow]:
+    def stepped_windows(self) -> list[StepWindow]:
         """The windows that have a step."""
         return [window for window in self.windows if window.steps]
 
     @property
-    def undisturbed(self) -> list[StepWindow]:
+    def unforced_windows(self) -> list[StepWindow]:
         """The windows that have a step, and no forced overflow."""
-        return [window for window in self.complete if not window.forced]
+        return [window for window in self.stepped_windows if not window.forced]
 
 
 # Find the line of the user's code that runs.

@@ -48,7 +48,7 @@ from determined_amp.amp.tensors import (
 )
 from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.amp.users_code import is_users
-from determined_amp.check.causes import Attempts
+from determined_amp.check.causes import CauseSearch
 from determined_amp.check.forwards import Forwards
 from determined_amp.check.interventions import ForcedOverflows, ScaleMoves
 from determined_amp.check.losses import loss_of, mark, was_scaled
@@ -70,10 +70,13 @@ Hook = Callable[..., Any]  # called with a `Run` and the arguments of the call
 
 # The windows of each optimizer, counted from 0, whose gradients are made to overflow.
 OVERFLOWS = (5, 8)
+# How many steps of an optimizer are enough: two that overflow, and nine at each of two
+# scales.
+STEPS = 20
 
 _SCALER = torch.amp.GradScaler
 # Functions that have no 16-bit kernel on CUDA, or only a restricted one.
-_KERNELS = re.compile(
+_WITHOUT_16_BITS = re.compile(
     "fft_|linalg_|i?stft$|(nan)?quantile$|lstsq|svd|qr$|inverse$|det$"
 )
 # The methods that turn a tensor into a Python number.
@@ -104,11 +107,11 @@ class Recorder:
         self.before_backward: Callable[[], None] = lambda: None
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
         self._gradients: list[StepGradients] = []
-        self._parts: dict[Any, list[StepGradients]] = {}  # by optimizer
+        self._by_optimizer: dict[Any, list[StepGradients]] = {}
         self._overflows = ForcedOverflows(overflows)
-        self._moves = ScaleMoves(self._rests if moves_scale else lambda: True)
+        self._moves = ScaleMoves(self._overflow_is_due if moves_scale else lambda: True)
         self._forwards = Forwards(self.record)
-        self._attempts = Attempts(
+        self._cause_search = CauseSearch(
             self.record, self._forwards.roots, looks_anyway=moves_scale
         )
         # Whether gradients were made to overflow since the last update of a scale.
@@ -122,7 +125,7 @@ class Recorder:
         # Whether an optimizer has stepped since that scaler's `step` began.
         self._has_stepped = False
         self._stepping: FrameType | None = None  # the frame of the outermost step
-        self._stand_in = StandIn(self._function)
+        self._stand_in = StandIn(self._see_function)
         self._ended = False
 
     # Calls from the code that runs the training.
@@ -132,13 +135,13 @@ class Recorder:
         self.record.batches += 1
         self._in_batch = True
         self._moves.begin(self._scalers)
-        self._attempts.begin(batch)
+        self._cause_search.begin_batch(batch)
 
     def end_batch(self) -> None:
         """Note that the training batch is over."""
         self._in_batch = False
-        self._attempts.end_forward()
-        self._attempts.leave()
+        self._cause_search.end_forward()
+        self._cause_search.stop_watching()
 
     def take_state(self, moment: str) -> None:
         """Keep the scale of each scaler and the place of each schedule.
@@ -157,7 +160,7 @@ class Recorder:
         for thing in gc.get_objects():
             kind: Any = type(thing)
             if issubclass(kind, Optimizer) and hasattr(thing, "param_groups"):
-                self._parts_of(thing)
+                self._gradients_of(thing)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -177,11 +180,11 @@ class Recorder:
             ):
                 stack.callback(handle.remove)
             stack.callback(listen_to_clips(self._clip))
-            backward = partial(self._hear, self._backward)
+            backward = partial(self._call_hook, self._backward)
             stack.enter_context(backwards_through(backward))
             stack.enter_context(_eager())
-            stack.callback(self._attempts.leave)
-            stack.callback(self._attempts.end_forward)
+            stack.callback(self._cause_search.stop_watching)
+            stack.callback(self._cause_search.end_forward)
             stack.callback(self._look_at_the_end)
             try:
                 yield
@@ -200,7 +203,7 @@ class Recorder:
         cause = cause or error
         self.record.error = f"{type(cause).__name__}: {cause}"
         self.record.raised = where_raised(cause)
-        self.record.disturbed = self._disturbed
+        self.record.error_after_overflow = self._disturbed
 
     def _look_at_the_end(self) -> None:
         """Record what is not finite, and the weights that got no gradient."""
@@ -212,19 +215,19 @@ class Recorder:
         if bad:
             self.record.not_finite.append(f"{bad} of {len(weights)} weights")
         self.record.not_finite += self._forwards.buffers_not_finite()
-        trained = {weight for each in reached for weight in each.reached}
+        trained = {weight for each in reached for weight in each.trained_weights}
         self.record.cut_off = [*self._forwards.holders_of(weights - trained)]
 
     # Install hooks.
 
     def _hooks(self) -> Iterator[tuple[Any, str, Hook]]:
         """Yield the owner and the name of each replaced function, with its hook."""
-        yield _SCALER, "__init__", self._make
+        yield _SCALER, "__init__", self._meet
         yield _SCALER, "scale", self._scale
         yield _SCALER, "unscale_", self._unscale
         yield _SCALER, "step", self._scaler_step
         yield _SCALER, "update", self._update
-        yield Optimizer, "__init__", self._make
+        yield Optimizer, "__init__", self._meet
         for name in _SCHEDULERS:
             yield getattr(lr_scheduler, name), "__init__", self._schedule
         yield nn.Module, "zero_grad", self._zero
@@ -239,11 +242,11 @@ class Recorder:
 
         @wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._hear(hook, own, *args, **kwargs)
+            return self._call_hook(hook, own, *args, **kwargs)
 
         return call
 
-    def _hear(self, hook: Hook, own: Run, *args: Any, **kwargs: Any) -> Any:
+    def _call_hook(self, hook: Hook, own: Run, *args: Any, **kwargs: Any) -> Any:
         """Call a hook in place of a function.
 
         If the hook runs already, the replaced function has called itself, or that of a
@@ -269,37 +272,37 @@ class Recorder:
 
     # Optimizers and scalers.
 
-    def _make(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
+    def _meet(self, run: Run, it: Any, *args: Any, **kwargs: Any) -> None:
         """Meet a new scaler or optimizer."""
         run()
-        known = self._parts_of if isinstance(it, Optimizer) else self._known_scaler
+        known = self._gradients_of if isinstance(it, Optimizer) else self._known_scaler
         known(it)
 
-    def _parts_of(self, optimizer: Any) -> list[StepGradients]:
+    def _gradients_of(self, optimizer: Any) -> list[StepGradients]:
         """The gradients that an optimizer steps with.
 
         A wrapper's are those of the optimizers that it wraps, if these hold all of its
         weights.
         """
-        if optimizer not in self._parts:
+        if optimizer not in self._by_optimizer:
             weights = set(parameters_of(optimizer))
             inside = [g for g in self._gradients if weights.issuperset(g.weights)]
             if weights != {weight for each in inside for weight in each.weights}:
                 new = StepGradients(optimizer, self.record, self._overflows)
                 inside = [new]
                 self._gradients += inside
-            self._parts[optimizer] = inside
+            self._by_optimizer[optimizer] = inside
             self._hook_into(optimizer, "zero_grad", self._zero)
-        return self._parts[optimizer]
+        return self._by_optimizer[optimizer]
 
-    def _seen_parts_of(self, optimizer: Any) -> list[StepGradients]:
+    def _measured_gradients_of(self, optimizer: Any) -> list[StepGradients]:
         """The same, after noting what the user's code did to them."""
-        parts = self._parts_of(optimizer)
-        for gradients in parts:
-            gradients.look()
-        return parts
+        its = self._gradients_of(optimizer)
+        for gradients in its:
+            gradients.note_changes()
+        return its
 
-    def _rests(self) -> bool:
+    def _overflow_is_due(self) -> bool:
         """Whether the next window of an optimizer will be made to overflow."""
         return any(each.is_due() for each in self._gradients)
 
@@ -322,7 +325,7 @@ class Recorder:
         run()
         if it not in self.schedules:
             self._hook_into(it, "step", self._schedule)
-            optimizer = self._parts_of(it.optimizer)[0].number
+            optimizer = self._gradients_of(it.optimizer)[0].number
             self.schedules[it] = Schedule(type(it).__name__, users_line(), optimizer)
             self.record.schedules.append(self.schedules[it])
             return
@@ -332,7 +335,7 @@ class Recorder:
         place = place or _place_of(it) == before
         move = self.record.note("move", schedule=schedule, place=place)
         move.where = move.where or schedule.where
-        self._parts_of(it.optimizer)[0].window.moves.append(move)
+        self._gradients_of(it.optimizer)[0].window.moves.append(move)
 
     # Backward, unscale, clip.
 
@@ -352,17 +355,17 @@ class Recorder:
     def _backward(self, run: Run, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the engine that all of torch's backwards call."""
         if kwargs.get("accumulate_grad"):
-            result = self._watch_backward(run, outputs)
+            result = self._note_backward(run, outputs)
         else:  # `torch.autograd.grad`
             loss = loss_of(outputs, self._scales())
             self.record.note("grad", loss=loss)
             result = run()
             mark(result, gradient=loss.scale or 1.0)
         for each in self._gradients:
-            each.is_new = True
+            each.computed_since_step = True
         return result
 
-    def _watch_backward(self, run: Run, outputs: Any) -> Any:
+    def _note_backward(self, run: Run, outputs: Any) -> Any:
         """Note a backward that adds to gradients."""
         self.before_backward()
         scales = self._scales()
@@ -380,21 +383,21 @@ class Recorder:
         )
         versions = {}
         for gradients in self._gradients:
-            gradients.look()
+            gradients.note_changes()
             gradients.before_backward()
             versions[gradients] = gradients.versions()
         self._backward_now = event, versions
         try:
             result = run()
         finally:
-            self._arrive()
+            self._note_arrivals()
             self._backward_now = None
         for gradients in self._gradients:
             gradients.after_backward()
-        self._attempts.backward(losses, event.added)
+        self._cause_search.end_backward(losses, event.added)
         return result
 
-    def _arrive(self) -> None:
+    def _note_arrivals(self) -> None:
         """Note which gradients the running backward has changed so far."""
         if self._backward_now is None:
             return
@@ -404,7 +407,7 @@ class Recorder:
             if gradients.versions() != before[gradients]:
                 del before[gradients]
                 event.reached += 1
-                if gradients.add(event, may_force=may_force):
+                if gradients.note_backward(event, may_force=may_force):
                     self._disturb(gradients)
 
     def _disturb(self, forced: StepGradients) -> None:
@@ -420,9 +423,9 @@ class Recorder:
 
     def _unscale(self, run: Run, scaler: Any, optimizer: Any) -> None:
         """Note that a scaler unscales an optimizer's gradients."""
-        parts = self._seen_parts_of(optimizer)
+        its = self._measured_gradients_of(optimizer)
         run()
-        for gradients in parts:
+        for gradients in its:
             if scaler.is_enabled() and gradients.is_open:
                 gradients.unscale(float(scaler.get_scale()))
 
@@ -432,7 +435,7 @@ class Recorder:
         given = {*clip.gradients}
         clipped = [each for each in self._gradients if each.has_any_of(given)]
         for gradients in clipped:
-            gradients.look()
+            gradients.note_changes()
         factors = [each.factor for each in clipped if each.is_open]
         if self._backward_now is not None:  # a hook of the backward clips
             factors = [self._backward_now[0].loss.scale or 1.0]
@@ -458,14 +461,14 @@ class Recorder:
         """Note the step of a scaler, also if it does not call the optimizer."""
         if closure_of(args, kwargs) is not None:
             self.record.note("closure")
-        parts = self._seen_parts_of(optimizer)
+        its = self._measured_gradients_of(optimizer)
         self._scaler_that_steps, self._has_stepped = scaler, False
         try:
             result = run()
             if not self._has_stepped:
                 found: Any = states_of_steps(scaler)[id(optimizer)]
                 known = found["found_inf_per_device"].values()
-                for gradients in parts:
+                for gradients in its:
                     gradients.begin_step(skipped=not known or any(map(bool, known)))
                     self._end_step(gradients)
             return result
@@ -483,21 +486,21 @@ class Recorder:
             return
         self._stepping = sys._getframe(1)
         if self._backward_now is None:
-            self._attempts.leave()
-        self._arrive()
+            self._cause_search.stop_watching()
+        self._note_arrivals()
         skipped = bool(getattr(optimizer, "found_inf", None) or False)
         # A fused optimizer divides the gradients itself.
         divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)
-        for gradients in self._parts_of(optimizer):
+        for gradients in self._gradients_of(optimizer):
             gradients.begin_step(skipped=skipped, divisor=divisor)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         """A hook of torch after each optimizer step."""
         if self._stepping is sys._getframe(1):
             self._stepping = None
-            for gradients in self._parts_of(optimizer):
+            for gradients in self._gradients_of(optimizer):
                 self._end_step(gradients)
-            self._look_at_forward()
+            self._watch_forward()
 
     def _end_step(self, gradients: StepGradients) -> None:
         """Note the step of one optimizer, with what the recorder knows of it."""
@@ -521,7 +524,7 @@ class Recorder:
         self._disturbed = False
         if scaler.is_enabled():
             self.record.note("update", after=_scale_of(scaler))
-        self._look_at_forward()
+        self._watch_forward()
 
     def _zero(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         """Note a `zero_grad`, but not one inside a step."""
@@ -530,15 +533,15 @@ class Recorder:
         self.record.note("zero_grad")
         run()
         for gradients in self._gradients:
-            gradients.look_for_zeros()
-        self._look_at_forward()
+            gradients.note_zeros()
+        self._watch_forward()
         return None
 
-    def _look_at_forward(self) -> None:
+    def _watch_forward(self) -> None:
         """Watch the next forward, if there is a reason to."""
         # torch drops a mode that a hook enters during a backward.
         if self._backward_now is None:
-            self._attempts.look()
+            self._cause_search.watch_if_due()
 
     # Forwards, casts and saves.
 
@@ -547,7 +550,7 @@ class Recorder:
         if torch.is_grad_enabled():
             self._moves.begin(self._scalers)
             if not self._in_batch and self._forwards.begins_again(module):
-                self._attempts.end_forward()
+                self._cause_search.end_forward()
         self._forwards.before(module, inputs)
 
     def _drop_casts(self, run: Run) -> None:
@@ -579,9 +582,13 @@ class Recorder:
             self.record.note("cast", dtype=dtype)
         return result
 
-    def _function(self, name: str, given: Any, result: Any) -> None:
+    def _see_function(self, name: str, given: Any, result: Any) -> None:
         """Note a call of a torch function, after it returned."""
-        if self._stand_in.applies and _KERNELS.match(name) and autocast_is_on("cpu"):
+        if (
+            self._stand_in.applies
+            and _WITHOUT_16_BITS.match(name)
+            and autocast_is_on("cpu")
+        ):
             dtypes = {each.dtype for each in tensors_of(given)}
             if dtypes.intersection(SIXTEEN_BITS):
                 self.record.note("gpu_refuses", operation=name)
@@ -592,16 +599,17 @@ class Recorder:
             self.record.note("hide")
         is_number = is_trained and result.numel() == 1 and result.is_floating_point()
         if is_number and has_numbers(result):
-            self._attempts.loss, self._attempts.line = result.detach(), users_line()
+            self._cause_search.loss = result.detach()
+            self._cause_search.line = users_line()
 
     def _save(self, run: Run, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Note whether `torch.save` gets an optimizer's state and a loss scale."""
         scales = [scale for scale in self._scales() if scale]
-        parts = [*_parts_in(obj)]
+        values = [*_values_in(obj)]
         optimizer = any(
-            isinstance(each, Optimizer) or each == "param_groups" for each in parts
+            isinstance(each, Optimizer) or each == "param_groups" for each in values
         )
-        scale = any(isinstance(each, _SCALER) or each in scales for each in parts)
+        scale = any(isinstance(each, _SCALER) or each in scales for each in values)
         self.record.note("save", optimizer=optimizer, scale=scale)
         return run()
 
@@ -634,15 +642,15 @@ def _locals_of(clip: Clip) -> dict[str, Any]:
     return {} if "total_norm" in known else known
 
 
-def _parts_in(content: Any) -> Iterator[Any]:
+def _values_in(content: Any) -> Iterator[Any]:
     """Yield the strings, numbers, optimizers and scalers in containers of any depth."""
     if isinstance(content, torch.Tensor) and content.numel() == 1:
         yield content.item()
     elif isinstance(content, dict):
-        yield from _parts_in([*content.keys(), *content.values()])
+        yield from _values_in([*content.keys(), *content.values()])
     elif isinstance(content, (list, tuple)):
         for part in content:
-            yield from _parts_in(part)
+            yield from _values_in(part)
     elif isinstance(content, (str, int, float, Optimizer, _SCALER)):
         yield content
 

@@ -60,11 +60,11 @@ def divides_no_scale_of_its_own(record: Record) -> Found:
     """Each loss is multiplied by one number, and nothing divides the gradients."""
     losses = [backward.loss for backward in record.of("backward")]
     factors = {loss.factor for loss in losses}
-    steps = record.of("step", scaled=False, again=False)
+    steps = _steps_without_scaler(record)
     is_divided = any(not _is_near(step.by_hand, 1) for step in steps)
     is_fp16 = any(region.dtype == "float16" for region in record.regions)
     is_scaled = len(factors) == 1 and min(factors) >= _BY_HAND
-    if is_fp16 and is_scaled and steps and not (is_divided or record.scales):
+    if is_fp16 and is_scaled and steps and not (is_divided or record.scales_the_loss):
         yield Seen(record.of("backward"), factor=min(factors))
 
 
@@ -124,11 +124,11 @@ def scales_losses_in_a_step(record: Record) -> Found:
 
 def steps_twice(record: Record) -> Found:
     """A window of a scaler has a second step with the same gradients."""
-    windows = [window for window in record.undisturbed if window.is_scaled]
+    windows = [window for window in record.unforced_windows if window.is_scaled]
     twice = [window for window in windows if window.steps[-1].again]
     if twice:
         steps = twice[-1].steps
-        yield Seen(steps, part=twice, of=record.complete, steps=steps)
+        yield Seen(steps, part=twice, of=record.stepped_windows, steps=steps)
 
 
 def divides_by_hand_too(record: Record) -> Found:
@@ -156,15 +156,15 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     scaled = [clip for clip in clips if clip.factor > SCALED]
     bites = [clip for clip in scaled if clip.limit < clip.norm]
     small = [clip for clip in bites if clip.limit < _LIMIT * clip.factor]
-    wrong = small or [clip for clip in bites if _stays(clip, scaled)]
+    wrong = small or [clip for clip in bites if _is_fixed_limit(clip, scaled)]
     if wrong:
         last = wrong[-1]
         true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
-        holds = not any(_is_elsewhere(record, clip) for clip in wrong)
+        holds = not any(_needs_other_lines(record, clip) for clip in wrong)
         yield Seen(wrong, holds=holds, true_limit=true_limit, true_norm=true_norm)
 
 
-def _is_elsewhere(record: Record, clip: Event) -> bool:
+def _needs_other_lines(record: Record, clip: Event) -> bool:
     """Whether the lines to write are wrong in place of a clip.
 
     They are if another backward follows the clip, or if a line far from it unscales
@@ -182,7 +182,7 @@ def _is_elsewhere(record: Record, clip: Event) -> bool:
     return not any(".unscale_(" in code for code in near.values())
 
 
-def _stays(clip: Event, clips: list[Event]) -> bool:
+def _is_fixed_limit(clip: Event, clips: list[Event]) -> bool:
     """Whether the limit is the same number at scales that differ."""
     known = clip.where, clip.limit
     factors = [each.factor for each in clips if (each.where, each.limit) == known]
@@ -196,7 +196,9 @@ def moves_on_skipped_steps(record: Record) -> Found:
     """A schedule that counts steps moves on steps that were skipped."""
     for schedule in record.schedules:
         moves = record.of("move", schedule=schedule, place=False)
-        windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
+        windows = [
+            w for w in record.stepped_windows if w.optimizer == schedule.optimizer
+        ]
         moved = [window for window in windows if schedule in window.moved]
         skipped = [window for window in windows if window.skipped]
         wrong = [window for window in moved if window.skipped]
@@ -240,7 +242,7 @@ def zeroes_in_a_window(record: Record) -> Found:
     """Gradients of a window are zeroed before its step."""
     lost = [
         window
-        for window in record.undisturbed
+        for window in record.unforced_windows
         if window.lost
         and (window.is_empty or _is_accumulated(record, window))
         # A closure may zero for each of its backwards.
@@ -266,7 +268,7 @@ def _is_near(number: float, other: float) -> bool:
 
 def _are_nearly_all(record: Record, windows: list[StepWindow]) -> bool:
     """Whether these are all windows without a forced overflow, or all but one."""
-    return 0 < len(record.undisturbed) - 1 <= len(windows)
+    return 0 < len(record.unforced_windows) - 1 <= len(windows)
 
 
 def _is_accumulated(record: Record, window: StepWindow) -> bool:
@@ -304,7 +306,7 @@ def holds_16_bit_weights(record: Record) -> Found:
     """An optimizer holds weights in 16 bits."""
     for dtype, least in _UPDATES.items():
         # bfloat16 weights without AMP are a choice that saves memory.
-        if dtype in record.weights and (record.is_amp or dtype == "float16"):
+        if dtype in record.weight_dtypes and (record.is_amp or dtype == "float16"):
             steps = record.of("step", skipped=False)
             lost = median([step.lost for step in steps] or [0.0])
             at = record.of("cast", dtype=dtype) or [s for s in steps if s.where]
@@ -320,7 +322,7 @@ def holds_16_bit_weights(record: Record) -> Found:
 def runs_no_module_under_autocast(record: Record) -> Found:
     """No module with weights runs under autocast."""
     is_float32 = record.forwards[False] and not record.forwards[True]
-    is_cast = record.of("cast") or not _UPDATES.keys().isdisjoint(record.weights)
+    is_cast = record.of("cast") or not _UPDATES.keys().isdisjoint(record.weight_dtypes)
     if is_float32 and not is_cast:
         at = record.regions or record.of("autocast_off")
         yield Seen(at or [None], forwards=record.forwards[False])
@@ -339,7 +341,7 @@ def scales_bfloat16(record: Record) -> Found:
     """A scaler scales losses, and all regions are in bfloat16."""
     steps = record.of("step", scaled=True)
     dtypes = {region.dtype for region in record.regions}
-    if steps and record.scales and dtypes == {"bfloat16"}:
+    if steps and record.scales_the_loss and dtypes == {"bfloat16"}:
         used = [scaler for scaler in record.scalers if scaler.used]
         at = [scaler.where for scaler in used if not scaler.ours]
         yield Seen(at, steps=steps, of=record.of("step"))
@@ -350,7 +352,7 @@ def scales_no_loss(record: Record) -> Found:
     losses = [backward.loss for backward in record.of("backward")]
     by_hand = any(loss.scale or loss.factor > 8 for loss in losses)
     regions = [region for region in record.regions if region.dtype == "float16"]
-    if losses and regions and not (by_hand or record.scales):
+    if losses and regions and not (by_hand or record.scales_the_loss):
         unused = [scaler.where for scaler in record.scalers if not scaler.ours]
         yield Seen(unused or regions, backwards=losses, proven=False)
 
@@ -361,7 +363,7 @@ def scales_no_loss(record: Record) -> Found:
 def saves_no_scale(record: Record) -> Found:
     """A loop of the user's own saves the optimizer, but not the scale."""
     saves = [] if record.determined else record.of("save", optimizer=True)
-    updates = record.of("update") if record.scales else []
+    updates = record.of("update") if record.scales_the_loss else []
     if updates and not record.of("save", scale=True):
         yield Seen(saves, scale=updates[-1].after)
 
@@ -452,14 +454,16 @@ def _cause(record: Record, key: str) -> str:
         return _cause_of_no_gradients(record, losses)
     if key == "unscaled_twice":
         return _cause_of_second_unscale(record)
-    if key == "update_missing" and losses and _calls(record)[-1].kind == "step":
+    if key == "update_missing" and losses and _recipe_events(record)[-1].kind == "step":
         return "step_twice"
-    if key == "no_loss_scale" and record.scales:
+    if key == "no_loss_scale" and record.scales_the_loss:
         return "scales_mixed"  # another scaler scaled the loss
-    return key if record.scales or key != "update_in_window" else "no_loss_scale"
+    return (
+        key if record.scales_the_loss or key != "update_in_window" else "no_loss_scale"
+    )
 
 
-def _calls(record: Record) -> list[Event]:
+def _recipe_events(record: Record) -> list[Event]:
     """The backwards, unscales, steps and updates, in their order."""
     kinds = ("backward", "unscale", "step", "update")
     return [event for event in record.events if event.kind in kinds]
@@ -469,7 +473,7 @@ def _cause_of_second_unscale(record: Record) -> str:
     """Which mistake made a scaler unscale twice before an update."""
     updates = record.of("update")
     last = updates[-1].number if updates else -1
-    since = [each for each in _calls(record) if each.number > last]
+    since = [each for each in _recipe_events(record) if each.number > last]
     if updates and (not since or since[0].kind != "backward"):
         return "update_in_window"
     has_stepped = any(each.kind == "step" for each in since)

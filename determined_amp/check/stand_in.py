@@ -56,7 +56,7 @@ class StandIn(TorchFunctionMode):
             the CPU; None if there was neither.
     """
 
-    _differs = frozenset([*_FLOAT32_ON_CUDA.split(), "binary_cross_entropy"])
+    _float32_on_cuda = frozenset([*_FLOAT32_ON_CUDA.split(), "binary_cross_entropy"])
 
     def __init__(self, hear: Callable[[str, Any, Any], None]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class StandIn(TorchFunctionMode):
         self.applies: bool | None = None
         self._hear = hear
         self._is_needed = not torch.cuda.is_available()
-        self._names: set[str] = set()  # of the devices in the training's code
+        self._device_types: set[str] = set()  # of the devices in the training's code
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -96,10 +96,10 @@ class StandIn(TorchFunctionMode):
                 return args[0]
             here = [self.on_cpu(each) for each in args]
             if name == "device" and is_users(caller().f_code.co_filename):
-                self._names.add("cpu" if here == [*args] else "cuda")
+                self._device_types.add("cpu" if here == [*args] else "cuda")
             args = here
             kwargs = {key: self.on_cpu(value) for key, value in kwargs.items()}
-        if self.applies and name in self._differs and autocast_is_on("cpu"):
+        if self.applies and name in self._float32_on_cuda and autocast_is_on("cpu"):
             if name == "binary_cross_entropy":
                 raise RuntimeError(f"{name} and BCELoss are unsafe to autocast")
             args, kwargs = as_float32((args, kwargs))
@@ -110,7 +110,7 @@ class StandIn(TorchFunctionMode):
 
     def on_cpu(self, device: Any) -> Any:
         """The CPU in place of a CUDA device; any other value as it is."""
-        here = _on_cpu(device)
+        here = _without_cuda(device)
         self.is_asked |= here is not device
         return here
 
@@ -138,7 +138,7 @@ class StandIn(TorchFunctionMode):
             is_users_own = is_users(caller().f_code.co_filename)
             is_cuda = self.on_cpu(device_type) != device_type
             # The training may pass `device.type` of its only device, made as "cuda".
-            is_type = device_type == "cpu" and self._names == {"cuda"}
+            is_type = device_type == "cpu" and self._device_types == {"cuda"}
             is_cuda |= is_type and is_users_own and dtype is not torch.bfloat16
             if self._is_needed and is_cuda:
                 self.applies = self.applies is not False
@@ -172,7 +172,7 @@ def _own_lstm() -> Iterator[None]:
             yield
 
 
-def _on_cpu(device: Any) -> Any:
+def _without_cuda(device: Any) -> Any:
     """Return "cpu" in place of a CUDA device; any other value as it is."""
     if not isinstance(device, (str, torch.device)):
         return device  # most arguments of torch functions
@@ -181,7 +181,7 @@ def _on_cpu(device: Any) -> Any:
 
 def _asked_of_cpu(own: Callable[[str], Any], device: str = "cuda") -> Any:
     """Ask a function of torch about the CPU in place of CUDA."""
-    return own(_on_cpu(device))
+    return own(_without_cuda(device))
 
 
 def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -206,5 +206,5 @@ def _replacements(here: StandIn) -> Iterator[tuple[Any, str, Callable[..., Any]]
     cast = getattr(*CASTS_OF_AUTOCAST)
     yield (
         *CASTS_OF_AUTOCAST,
-        lambda value, device, to: cast(value, _on_cpu(device), to),
+        lambda value, device, to: cast(value, _without_cuda(device), to),
     )

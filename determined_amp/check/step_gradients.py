@@ -55,10 +55,10 @@ class StepGradients:
         clipped: Whether torch has clipped the gradients since the last measurement.
         norms: The norm of each gradient at the last measurement, in the order of the
             weights.
-        reached: The weights whose gradient was not 0 at some measurement.
+        trained_weights: The weights whose gradient was not 0 at some measurement.
         window: The newest window.
-        is_new: Whether autograd has computed gradients since the last step, or since
-            the gradients were left out.
+        computed_since_step: Whether autograd has computed gradients since the last
+            step, or since the gradients were left out.
         overflows: See above.
     """
 
@@ -70,8 +70,8 @@ class StepGradients:
         self.scale: float | None = None
         self.clipped = False
         self.norms: list[float] = []
-        self.reached: set[torch.Tensor] = set()
-        self.is_new = False
+        self.trained_weights: set[torch.Tensor] = set()
+        self.computed_since_step = False
         self.window = StepWindow(self.number)
         self.overflows = overflows
         self._optimizer = optimizer
@@ -79,19 +79,20 @@ class StepGradients:
         self._sample = torch.zeros(0)  # a few numbers at the last measurement
         self._used: list[Key] = []  # gradients of the last step, made or left out
         # Whether the running backward adds to gradients that a step has used.
-        self._are_used = False
+        self._adds_to_used = False
         # Whether the forced overflow is taken back while a backward adds to it.
         self._taken_back = False
         self._to_force = 0  # overflows that this window may still get
-        self._overflown = 0  # windows that were made to overflow
-        self._usually = 1.0  # `by_hand` of the last window without a forced overflow
+        self._forced_windows = 0  # windows that were made to overflow
+        # `by_hand` of the last window without a forced overflow.
+        self._usual_factor = 1.0
         # The running step: its attributes as an event, what the optimizer divides the
         # gradients by, the gradients at its beginning, and the 16-bit weights with
         # their values at its beginning.
         self._step: dict[str, Any] = {}
         self._divisor = 1.0
-        self._begun: list[Key] = []
-        self._halves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._keys_at_begin: list[Key] = []
+        self._weights_before: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Whether the weights were 16-bit numbers after the last step.
         self._is_rounded: bool | None = None
         record.optimizers += 1
@@ -130,7 +131,7 @@ class StepGradients:
         few = [each[:: max(1, len(each) // _SAMPLED)] for each in numbers]
         self._sample = torch.cat([torch.zeros(0), *few])
         norms = zip(weights, self.norms, strict=True)
-        self.reached.update(weight for weight, norm in norms if norm)
+        self.trained_weights.update(weight for weight, norm in norms if norm)
 
     def _open_window(self) -> None:
         """Begin a new window."""
@@ -142,10 +143,10 @@ class StepGradients:
     # Between a backward and the step.
 
     @unheard
-    def look(self) -> None:
+    def note_changes(self) -> None:
         """Note what the user's code did to the gradients since the last measurement."""
         if not self.is_open:
-            self._look_for_new()
+            self._note_set_by_hand()
         elif not self.overflows.are_in(self.weights):
             norm, sample = self.norm, self._sample
             self.measure()
@@ -175,19 +176,21 @@ class StepGradients:
             if not ratio * self.factor > 1.01:
                 self.factor = math.nan  # perhaps divided by the scale and clipped
 
-    def _look_for_new(self) -> None:
+    def _note_set_by_hand(self) -> None:
         """Begin a window if the training set a gradient itself: `p.grad = g`."""
         versions = self.versions()
         if not self._used or versions == self._used:
             return
         self.measure()
         # Zeroing in place and clips after the step change the keys, too.
-        if self.norm and (self.is_new or not _are_same(versions, self._used)):
+        if self.norm and (
+            self.computed_since_step or not _are_same(versions, self._used)
+        ):
             self.factor = math.nan
             self._open_window()
 
     @unheard
-    def look_for_zeros(self) -> None:
+    def note_zeros(self) -> None:
         """Note if the gradients were zeroed before a step has used them."""
         window = self.window
         if self.is_open and not window.is_empty and not any(self._are_other_than_0()):
@@ -208,18 +211,20 @@ class StepGradients:
         The user's code may have zeroed the gradients by hand. A forced overflow is
         taken back, so the backward adds to the true gradients.
         """
-        self.look_for_zeros()
+        self.note_zeros()
         self._taken_back = self.overflows.are_untouched(self.weights)
         if self._taken_back:
             self.overflows.give_back(self.weights)
-        self._are_used = not self.is_open and self._has_used()
+        self._adds_to_used = not self.is_open and self._holds_used()
 
-    def _has_used(self) -> bool:
+    def _holds_used(self) -> bool:
         """Whether a step used a gradient that is still there and not 0."""
         now, are_there = self.versions(), self._are_other_than_0()
         for key, used, is_there in zip(now, self._used, are_there, strict=False):
             # The training may have changed it in place since.
-            is_used = key == used or (key[0] == used[0] and not self.is_new)
+            is_used = key == used or (
+                key[0] == used[0] and not self.computed_since_step
+            )
             if is_used and is_there:
                 return True
         return False
@@ -236,10 +241,10 @@ class StepGradients:
     def is_due(self) -> bool:
         """Whether the next window will be made to overflow."""
         due = sum(number <= self.window.place for number in self.overflows.windows)
-        return due > self._overflown
+        return due > self._forced_windows
 
     @unheard
-    def add(self, backward: Event, *, may_force: bool) -> bool:
+    def note_backward(self, backward: Event, *, may_force: bool) -> bool:
         """Note that a backward has added to the gradients.
 
         Args:
@@ -255,7 +260,7 @@ class StepGradients:
             # The gradients of a step that was left out bring their overflow along.
             is_forced = self.window.left_out and self._taken_back
             self._open_window()
-            self.window.stale, self.window.forced = self._are_used, is_forced
+            self.window.stale, self.window.forced = self._adds_to_used, is_forced
         window, loss = self.window, backward.loss
         is_first = window.is_empty or not window.backwards
         window.backwards.append(backward)
@@ -276,7 +281,7 @@ class StepGradients:
         self.overflows.make(self.weights)
         self._taken_back = False
         self._to_force -= 1
-        self._overflown += not self.window.forced
+        self._forced_windows += not self.window.forced
         self.window.forced = True
 
     @unheard
@@ -294,10 +299,10 @@ class StepGradients:
 
         The gradients of a step that was only prepared, by `unscale_`, are left out.
         """
-        self.look()
+        self.note_changes()
         if self.is_open and self.window.unscales:
             self.window.left_out = True
-            self._used, self.is_new = self.versions(), False
+            self._used, self.computed_since_step = self.versions(), False
 
     @unheard
     def begin_step(self, *, skipped: bool, divisor: float = 1.0) -> None:
@@ -307,18 +312,20 @@ class StepGradients:
             skipped: Whether the step changes nothing.
             divisor: What the optimizer itself divides the gradients by.
         """
-        self.look()
+        self.note_changes()
         self.window.left_out = False  # the step comes after the update
         weights = self.weights
-        gave_back = not skipped and self.overflows.give_back(weights, self._usually)
+        gave_back = not skipped and self.overflows.give_back(
+            weights, self._usual_factor
+        )
         self.measure()
         if not self.window.forced:
-            self._usually = self.window.by_hand
-        self._begun = self.versions()
+            self._usual_factor = self.window.by_hand
+        self._keys_at_begin = self.versions()
         self._divisor = divisor
         rates = [group.get("lr") for group in self._optimizer.param_groups]
         halves = [weight for weight in weights if weight.dtype in SIXTEEN_BITS]
-        self._halves = [(weight, weight.detach().clone()) for weight in halves]
+        self._weights_before = [(weight, weight.detach().clone()) for weight in halves]
         self._step = {
             "skipped": skipped,
             "again": not self.is_open,
@@ -349,7 +356,7 @@ class StepGradients:
             "by_hand": window.by_hand,
             "divided": bool(window.unscales) or self._divisor != 1,
         }
-        known |= {"optimizer": self.number, "lost": _share_lost(self._halves)}
+        known |= {"optimizer": self.number, "lost": _share_lost(self._weights_before)}
         step = self._record.note(
             "step", **measured, **multiplied, **self._step, **known
         )
@@ -358,15 +365,15 @@ class StepGradients:
         for backward in window.used:
             backward.divided = backward.divided or step.scaled
         weights = [weight for weight in self.weights if weight.requires_grad]
-        self._record.weights |= {dtype_name(weight.dtype) for weight in weights}
+        self._record.weight_dtypes |= {dtype_name(weight.dtype) for weight in weights}
         self._is_rounded = are_rounded(self.weights)
-        self._used, self.factor, self.is_new = self.versions(), 1.0, False
+        self._used, self.factor, self.computed_since_step = self.versions(), 1.0, False
 
     def _norms_of_step(self) -> list[float]:
         """The norms of the gradients that the step used; its hooks may change them."""
         now = self.versions()
         norms = [norm / self._divisor for norm in self.norms]
-        if now == self._begun or not _are_same(now, self._begun):
+        if now == self._keys_at_begin or not _are_same(now, self._keys_at_begin):
             return norms
         before = math.hypot(*norms)
         self.measure()
