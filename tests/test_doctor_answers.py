@@ -209,6 +209,28 @@ for number, (inputs, targets) in enumerate(loader(), 1):
     assert "after the last backward of a step" in fault.write
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn.utils, "clip_grads_with_norm_"), reason="not in torch 2.3"
+)
+def test_clip_in_two_parts_of_scaled_gradients_is_named():
+    script = """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+    (fault,) = findings_of(script, "parts.py")
+    assert fault.key == "clip_scaled"
+
+
 def test_closure_that_divides_its_gradients_by_hand_is_no_mistake():
     divides = """\
     for p in model.parameters():

@@ -634,12 +634,14 @@ def _place_of(scheduler: Any) -> Any:
 def _locals_of(clip: Clip) -> dict[str, Any]:
     """The local variables of the torch functions that clip.
 
-    Empty if `total_norm` is already known: the clip has begun before.
+    Empty if `clip_grad_norm_` has measured the norm: that was reported before.
     """
     known: dict[str, Any] = {}
     for frame in clip.frames:
         known |= frame.f_locals
-    return {} if "total_norm" in known else known
+        if frame.f_code.co_name == "clip_grad_norm_" and "total_norm" in known:
+            return {}
+    return known
 
 
 def _values_in(content: Any) -> Iterator[Any]:
