@@ -12,8 +12,10 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
+from determined_amp.check.two_scales import WaitingRuns
 
 # The most steps that a script makes until it saves its first checkpoint.
 MOST_STEPS = 5 * STEPS
 
 # How often a script that goes on gets an `_Enough` before it gets a `SystemExit`.
 _MOST_INTERRUPTS = 5
+
+# A comparison of two scales may take this many seconds longer than the script's run.
+_SECONDS_MORE = 10.0
 
 TOO_SHORT = (
     f"the time was over before each optimizer had made {STEPS} steps: --minutes gives"
@@ -214,7 +220,12 @@ def examine_script(
     end = _ScriptEnd(recorder)
     recorder.before_backward = end.before_backward
     raised: BaseException | None = None
+    started = time.monotonic()
     with ExitStack() as stack:
+        can_compare = not in_place and os.environ.get("WORLD_SIZE", "1") == "1"
+        if can_compare:
+            runs = WaitingRuns(partial(_run_in_scratch, path, arguments))
+            stack.callback(runs.close)
         if not in_place:
             scratch = stack.enter_context(changing_all_in(folder_of_launch()))
         stack.enter_context(_as_started(path, arguments))
@@ -225,12 +236,23 @@ def examine_script(
             raised = error
             leave_out_doctor(error)
             raised.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        record, steps = recorder.record, len(recorder.record.of("step"))
+        if can_compare and raised is None and record.scales_the_loss and steps:
+            seconds = min(time.monotonic() - started, 60 * minutes) + _SECONDS_MORE
+            record.at_two_scales = runs.compare(steps, seconds)
+            vars(findings).update(vars(judge_record(record)))
     if not in_place:
         is_refused = "Permission denied" in str(raised)
         findings.notes += [WRITTEN] * scratch.is_used + [REFUSED] * is_refused
     is_unsaved = findings.trained and findings.amp and not end.has_saved()
     findings.notes += [NOT_SAVED] * is_unsaved + [TOO_SHORT] * end.is_late + [ONE_RUN]
     return findings, raised
+
+
+def _run_in_scratch(path: str, arguments: Sequence[str]) -> None:
+    """Run a script as `__main__`; what it writes is thrown away."""
+    with changing_all_in(folder_of_launch()), _as_started(path, arguments):
+        runpy.run_path(path, run_name="__main__")
 
 
 def _run(path: str, end: _ScriptEnd) -> None:

@@ -341,6 +341,14 @@ def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
     return points
 
 
+def differs_at_two_scales(record: Record) -> Found:
+    """Two trainings in float32 differ that should differ in their loss scale alone."""
+    compared = record.at_two_scales
+    if compared is not None and compared.first is not None:
+        first = compared.first
+        yield Seen([first.where], what=first.what, step=first.step)
+
+
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:
     """The user's code adds to scaled gradients what is not scaled."""
     for steps in _steps_of_each(record, skipped=False):

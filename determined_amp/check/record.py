@@ -248,6 +248,8 @@ class Record:
     error_after_overflow: bool = False  # whether it came after a forced overflow
     without_overflows: bool = False  # whether it ran without forced overflows
     saved: bool = False  # whether Determined's loop saved a checkpoint
+    # A `Comparison` of two loss scales; None if they were not compared.
+    at_two_scales: Any = None
 
     def note(self, kind: str, **known: Any) -> Event:
         """Add an event at the user's line that is being executed."""

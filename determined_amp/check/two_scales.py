@@ -1,0 +1,286 @@
+"""Trains a script in float32 at two loss scales, which must make no difference.
+
+A multiplication by a power of two changes no digit of a float32 number. So with equal
+seeds, the weights of a correct training are equal at any two loss scales, whatever its
+code does with gradients, losses, averages and rates. They are equal to the bit unless
+it adds a small number to a scaled one, as a clip does to its norm. `any_loop.py` asks
+for the comparison after it has watched the script, and a rule of `invariants.py` reads
+it.
+
+The trainings are forks of a process that waits from before the script begins, because
+no fork works after torch has computed with several threads.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from determined_amp.amp.patched import patched
+from determined_amp.amp.rehearse.regions import float16_as
+from determined_amp.amp.tensors import SIXTEEN_BITS, tensors_of
+from determined_amp.check.finding import Where
+from determined_amp.check.record import users_line
+from determined_amp.check.stand_in import StandIn
+
+# The loss scales of the two trainings.
+LOW, HIGH = 1.0, 65536.0
+
+# What is compared, and the largest relative difference that rounding explains. A small
+# loss is a difference of larger numbers, so its digits are fewer.
+LOSSES, WEIGHTS = "the losses", "the weights"
+_ROUNDING = {LOSSES: 1e-3, WEIGHTS: 1e-5}
+
+# A training that is told to end gets this many seconds more.
+_GRACE = 5.0
+
+_fork = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number that a training came to; two trainings are compared by them."""
+
+    what: str  # the losses, before they are scaled, or the weights after a step
+    where: Where | None  # the user's line
+    step: int  # number of optimizer steps before it
+    # For each tensor its norm, and its sum over the root of its size.
+    values: tuple[tuple[float, float], ...]
+
+    def is_near(self, other: Point) -> bool:
+        """Whether a point of another training differs by no more than rounding."""
+        if replace(self, values=()) != replace(other, values=()):
+            return False
+        for mine, others in zip(self.values, other.values, strict=True):
+            allowed = _ROUNDING[self.what] * mine[0]
+            differences = [abs(a - b) for a, b in zip(mine, others, strict=True)]
+            is_equal = repr(mine) == repr(others)  # NaN included
+            if not (is_equal or max(differences) <= allowed):
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two trainings in float32 showed that differ only in their loss scale."""
+
+    steps: int  # optimizer steps that both have made
+    first: Point | None  # the first point that differs; None if all are equal
+
+
+class WaitingRuns:
+    """A process that waits, and then compares two trainings of a script.
+
+    Args:
+        run: Runs the script.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._here, theirs = _fork.Pipe()
+        process = _fork.Process(target=_serve, args=(theirs, self._here, run))
+        process.start()
+        theirs.close()
+        self._process = process
+
+    def compare(self, steps: int, seconds: float) -> Comparison | None:
+        """Train at both scales; what the script prints is not shown.
+
+        Args:
+            steps: After this many optimizer steps a training ends.
+            seconds: How long a training may take.
+
+        Returns:
+            None if the trainings cannot be compared: one of them failed, uses 16-bit
+            tensors without autocast, or is not the same when it is repeated.
+        """
+        self._here.send((steps, seconds))
+        try:
+            answer: Comparison | None = self._here.recv()
+        except EOFError:
+            return None
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._here.close()
+        self._process.join()
+
+
+def _serve(connection: Connection, theirs: Connection, run: Callable[[], None]) -> None:
+    """Wait for a question, and answer it; end when the asking process has ended."""
+    theirs.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(EOFError):
+        steps, seconds = connection.recv()
+        trace = partial(_traced, connection, run, steps, seconds)
+        connection.send(_compared(trace))
+
+
+def _compared(trace: Callable[[float], Sequence[Point]]) -> Comparison | None:
+    """Compare trainings by their traces, which are empty if they do not count."""
+    high, low = trace(HIGH), trace(LOW)
+    pairs = list(zip(high, low, strict=False))
+    if not pairs:
+        return None
+    other = next((at for at, (a, b) in enumerate(pairs) if not a.is_near(b)), None)
+    if other is None:
+        return Comparison(pairs[-1][0].step, None)
+    seen = other + 1
+    # Otherwise the script is random, or another program has a part in it.
+    is_the_same = repr(trace(HIGH)[:seen]) == repr(high[:seen])
+    return Comparison(high[other].step, high[other]) if is_the_same else None
+
+
+def _traced(
+    owner: Connection,
+    run: Callable[[], None],
+    steps: int,
+    seconds: float,
+    scale: float,
+) -> Sequence[Point]:
+    """Train in a fork, and return its trace.
+
+    Raises:
+        EOFError: if the asking process has ended.
+    """
+    connection, theirs = _fork.Pipe()
+    tracer = _Tracer(theirs, scale, steps)
+    process = _fork.Process(target=_train, args=(tracer, run, seconds))
+    process.start()
+    theirs.close()
+    try:
+        ready = wait([connection, owner], seconds + _GRACE)
+        if owner in ready:
+            raise EOFError
+        with suppress(EOFError):
+            if ready:
+                trace: Sequence[Point] = connection.recv()
+                return trace
+        return ()
+    finally:
+        with suppress(ProcessLookupError):  # its loaders end, too
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+def _train(tracer: _Tracer, run: Callable[[], None], seconds: float) -> None:
+    """Run the script with its output hidden, and send the trace."""
+    os.setpgrp()
+    hidden = os.open(os.devnull, os.O_RDWR)
+    for shown in range(3):
+        os.dup2(hidden, shown)
+    signal.signal(signal.SIGALRM, tracer.end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    random.seed(0)
+    np.random.seed(0)  # the generator that scripts use
+    torch.manual_seed(0)
+    try:
+        with tracer.watching():
+            run()
+    except SystemExit as left:
+        tracer.counts = tracer.counts and left.code in (None, 0)
+    except BaseException:
+        tracer.counts = False
+    tracer.end()
+
+
+class _Tracer:
+    """Follows a training in float32 at a loss scale that never changes by itself.
+
+    Args:
+        connection: Where it sends its trace.
+        scale: The loss scale.
+        steps: The number of steps after which the training ends.
+
+    Attributes:
+        counts: Whether the trace counts.
+    """
+
+    def __init__(self, connection: Connection, scale: float, steps: int) -> None:
+        self.counts = True
+        self._connection = connection
+        self._scale = scale
+        self._steps_left = steps
+        self._steps = 0
+        self._points: list[Point] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the training in this block."""
+        kind = torch.amp.GradScaler
+        with ExitStack() as stack:
+            stack.enter_context(StandIn(self._see).standing_in())
+            stack.enter_context(float16_as(torch.float32))
+            for name, replace in (
+                ("__init__", self._making),
+                ("load_state_dict", self._loading),
+                ("scale", self._scaling),
+            ):
+                replacement = wraps(getattr(kind, name))(replace(getattr(kind, name)))
+                stack.enter_context(patched(kind, name, replacement))
+            handle = register_optimizer_step_post_hook(self._after_step)
+            stack.callback(handle.remove)
+            yield
+
+    def end(self, *_: object) -> None:
+        """Send the trace, and end the process at once, whatever the script does."""
+        self._connection.send(self._points if self.counts else [])
+        os._exit(0)
+
+    def _see(self, name: str, arguments: Any, result: Any) -> None:
+        """Look for numbers that float32 does not hold exactly at every scale."""
+        if any(tensor.dtype in SIXTEEN_BITS for tensor in tensors_of(result)):
+            self.counts = False
+
+    def _making(self, own: Callable[..., None]) -> Callable[..., None]:
+        def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            own(scaler, *args, **kwargs)
+            scaler.load_state_dict(scaler.state_dict())
+
+        return make
+
+    def _loading(self, own: Callable[..., None]) -> Callable[..., None]:
+        def load(scaler: Any, state: dict[str, Any]) -> None:
+            fixed = {"scale": self._scale, "growth_factor": 2.0, "backoff_factor": 0.5}
+            own(scaler, {**state, **fixed} if state else state)
+
+        return load
+
+    def _scaling(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            if isinstance(outputs, torch.Tensor):
+                self._note(LOSSES, [outputs])
+            return own(scaler, outputs)
+
+        return scale
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._steps += 1
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        self._note(WEIGHTS, weights)
+        if self._steps == self._steps_left:
+            self.end()
+
+    def _note(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad(), torch.DisableTorchFunction():
+            values = [_norm_and_sum(each.detach().double()) for each in tensors]
+        point = Point(what, users_line(), self._steps, tuple(values))
+        self._points.append(point)
+
+
+def _norm_and_sum(tensor: torch.Tensor) -> tuple[float, float]:
+    root = max(1, tensor.numel()) ** 0.5
+    return float(tensor.norm()), float(tensor.sum()) / root
