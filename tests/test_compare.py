@@ -47,6 +47,7 @@ from determined_amp.search.search_folder import (
     read_search,
     write_remarks,
 )
+from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.task import Task
 from tests import searching, strangers
 from tests.cluster_task import start_task
@@ -402,6 +403,40 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone():
     assert pilot.config["scheduling_unit"] == 3
     again = experiment_in(pilot.config, "x")
     assert (again.amp, again.training) == (pilot.amp, pilot.training)
+
+
+THEIRS = {**PLAIN, "scheduling_unit": 20, "min_validation_period": {"epochs": 1}}
+LENGTHS = {
+    "max_length": {"batches": 24},
+    "reporting_period": "20 batches",
+    "validation_period": {"epochs": 1},
+}
+OURS = {
+    **{key: PLAIN[key] for key in ("name", "entrypoint")},
+    "searcher": {"name": "single", "metric": "val_loss"},
+    "hyperparameters": {"global_batch_size": 16, "training": LENGTHS},
+}
+
+
+@pytest.mark.parametrize("config", [OURS, THEIRS], ids=["ours", "Determined's"])
+def test_periods_of_the_user_give_way_to_those_of_the_plan(config):
+    in_fp32 = experiment_in(in_precision(config, "fp32"), "x")
+    made = search_over(in_fp32, [Precision.FP32], ComparisonPlan(800, 100, 1))
+    ((run, _),) = SearchPlan(made).trials
+    pilot = pilots.pilot_of(in_fp32, Precision.FP32, LEAST_BATCHES)
+    for trains, whole, often in ((run, 800, 100), (pilot, 20, 2)):
+        training = trains.training
+        assert training.reporting_period == Length(batches=often)
+        assert training.max_length == training.validation_period
+        assert training.max_length == Length(batches=whole)
+
+
+def test_short_test_of_a_cluster_has_pilots_of_more_than_its_one_batch():
+    config = {**OURS, "description": "[test-mode] mine", "scheduling_unit": 1}
+    in_fp32 = experiment_in(in_precision(config, "fp32"), "x")
+    assert in_fp32.max_length == Length(batches=1)
+    pilot = pilots.pilot_of(in_fp32, Precision.FP32, LEAST_BATCHES)
+    assert pilot.max_length == Length(batches=LEAST_BATCHES)
 
 
 @pytest.mark.parametrize("has_tf32", [True, False])

@@ -8,9 +8,7 @@ changed.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
-import pickle
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -210,13 +208,6 @@ def test_training_reads_every_section_once(tmp_path, monkeypatch):
     }
 
 
-def test_experiment_for_another_process_takes_no_trial_along():
-    found = experiment.parse(changed({}), "test")
-    again = pickle.loads(pickle.dumps(found))
-    assert "factory" in vars(found).keys() - vars(again).keys()
-    assert again.settings == found.settings
-
-
 def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml():
     changes = ["hyperparameters.amp.precision='amp_bf16'"]
     options = Namespace(config=str(_YAML), overrides=changes, precision=None)
@@ -237,20 +228,20 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("form", ["ours", "Determined's"])
-def test_replaced_settings_are_in_the_configuration(form):
+def test_configuration_of_an_experiment_and_of_its_variant_reads_as_the_same(form):
     path = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
     given = experiment.read_yaml(path) if form == "ours" else THEIRS
-    made = experiment.experiment_in(given, "x")
-    assert made.amp is not None
-    other = dataclasses.replace(
-        made,
-        amp=dataclasses.replace(made.amp, growth_interval=7),
-        training=dataclasses.replace(made.training, max_length=Length(batches=8)),
-        seed=5,
+    made = experiment.experiment_in(given, "x", drawn_seed=5)
+    key = made.key_of("max_length")
+    other = made.variant(
+        [f"{key}.batches=8", "hyperparameters.amp.growth_interval=7"],
     )
-    again = experiment.experiment_in(other.config, "x")
-    changed = (other.amp, other.training, 5)
-    assert (again.amp, again.training, again.seed) == changed
+    assert other.amp is not None
+    assert (other.amp.growth_interval, other.max_length) == (7, Length(batches=8))
+    for one in (made, other):
+        again = experiment.experiment_in(one.config, "x")
+        assert one.seed == 5
+        assert again.resolved() == one.resolved()
     assert made.config["hyperparameters"] == given["hyperparameters"]
 
 

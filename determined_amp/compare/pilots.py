@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -21,15 +21,14 @@ from rich.console import Console
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
-from determined_amp.amp.settings import AmpSettings, Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.compare.comparable import LEAST_BATCHES
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.experiment.training import Length, TrainingSettings
 from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.local.processes import GoesOn
 from determined_amp.runs.folder import RunFolder, read_record, read_run
-from determined_amp.runs.run import Run, RunState
+from determined_amp.runs.run import PRECISION, Run, RunState
 from determined_amp.search.search_display import minutes
 from determined_amp.search.task import Task
 from determined_amp.search.trial_process import Job, TrialProcess
@@ -131,14 +130,8 @@ class PilotResults:
         return "\n".join(lines)
 
 
-def amp_settings_of(experiment: Experiment) -> AmpSettings:
-    """The section `amp`. Every experiment that is compared has one."""
-    assert experiment.amp is not None
-    return experiment.amp
-
-
-def lengths_of(experiment: Experiment, batches: int, period: int) -> TrainingSettings:
-    """Lengths of a run with one validation and one checkpoint, at its end.
+def lengths_of(experiment: Experiment, batches: int, period: int) -> list[str]:
+    """The changes that give a run one validation and one checkpoint, at its end.
 
     Args:
         experiment: The experiment.
@@ -146,21 +139,17 @@ def lengths_of(experiment: Experiment, batches: int, period: int) -> TrainingSet
         period: Its reporting period in batches, rounded up likewise.
     """
     window = experiment.aggregation_frequency
-    whole = Length(batches=-(-batches // window) * window)
-    return replace(
-        experiment.training,
-        max_length=whole,
-        validation_period=whole,
-        checkpoint_period=whole,
-        reporting_period=Length(batches=-(-period // window) * window),
-    )
+    whole = -(-batches // window) * window
+    names = ("max_length", "validation_period", "checkpoint_period")
+    lengths = [f"{experiment.key_of(name)}.batches={whole}" for name in names]
+    often = -(-period // window) * window
+    return [*lengths, f"{experiment.key_of('reporting_period.batches')}={often}"]
 
 
 def pilot_of(experiment: Experiment, precision: Precision, batches: int) -> Experiment:
     """The experiment of a pilot."""
-    amp = replace(amp_settings_of(experiment), precision=precision)
-    training = lengths_of(experiment, batches, REPORTING_PERIOD)
-    return replace(experiment, amp=amp, training=training)
+    lengths = lengths_of(experiment, batches, REPORTING_PERIOD)
+    return experiment.variant([*lengths, f"{PRECISION}={precision.value}"])
 
 
 def run_pilots(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from determined_amp.amp.settings import Precision
 from determined_amp.compare.pilots import (
     TOO_SLOW,
     PilotResults,
-    amp_settings_of,
     lengths_of,
     run_pilots,
 )
@@ -25,10 +25,11 @@ from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report.comparison import Comparison, compare_runs
 from determined_amp.report.precision_report import write_precision_report
 from determined_amp.runs.folder import fresh_folder
-from determined_amp.runs.run import HAVE_ENDED
+from determined_amp.runs.run import AMP, HAVE_ENDED
 from determined_amp.search.optimize import BY_A_SIGNAL, run_comparison
 from determined_amp.search.search_folder import (
     read_search,
@@ -82,8 +83,9 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     command = f"{program} {shlex.join(options.words)}"
     write_remarks(folder, results.reasons, results.notes, command)
     if results.scale is not None and Precision.AMP_FP16 in results.pilots:
-        amp = replace(amp_settings_of(experiment), **results.scale["yaml"])
-        experiment = replace(experiment, amp=amp)
+        found = results.scale["yaml"].items()
+        changes = [f"{AMP}.{key}={json.dumps(value)}" for key, value in found]
+        experiment = experiment.variant(changes)
     config = search_over(experiment, list(results.pilots), plan)
     search = SearchPlan(write_config(folder, config, workers=1))
     cut_short = run_comparison(folder, search, plan.time_limit)
@@ -96,7 +98,7 @@ def search_over(
 ) -> Config:
     """The search over these precisions and all seeds."""
     lengths = lengths_of(experiment, plan.batches, plan.reporting_period)
-    config = dict(replace(experiment, training=lengths).config)
+    config = with_overrides(experiment.config, lengths)
     # A grid begins with its last value. This is fp32, which the others are compared
     # with.
     names = [precision.value for precision in precisions[::-1]]

@@ -18,11 +18,10 @@ before anything starts. Without them, the sections may hold anything.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,17 +37,20 @@ from determined_amp.amp.fields import (
 )
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.experiment.dotted import flat, put, value_at
+from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import (
     DETERMINEDS_KEYS,
+    WITHOUT_EFFECT,
     Length,
     TrainingSettings,
     for_test,
     has_our_form,
     in_our_form,
     in_their_words,
+    is_short_test,
     missing_length,
     mistakes_of_our_form,
 )
@@ -181,18 +183,16 @@ _ATTRIBUTE = "determined_amp_experiment"
 class Experiment(CommonHyperparameters):
     """An experiment configuration, read once in a process.
 
-    Everything that differs between runs is a field. So `dataclasses.replace(experiment,
-    amp=..., training=..., seed=...)` makes another experiment, with a `config` that
-    agrees.
+    `variant` makes another experiment of it.
 
     The properties that need the trial import it on first use, and raise a `ConfigError`
     that names every mistake. `with_trial` checks all of them at once.
     """
 
     source: str  # the name of the configuration, for error messages
-    # The configuration from the user, with the hyperparameters and the import path of
-    # this trial.
-    given: Config = dataclasses.field(repr=False)
+    # The configuration from the user, with the hyperparameters, the import path and the
+    # seed of this trial. It reads as this experiment again.
+    config: Config = dataclasses.field(repr=False)
     trial: str  # import path of the factory, `module:name`
     trial_key: str  # the key or the option that names the trial
     platform: Platform  # Determined's own sections
@@ -203,11 +203,6 @@ class Experiment(CommonHyperparameters):
         """The experiment whose trial was made in a context; None in a user's script."""
         experiment: Experiment | None = getattr(context, _ATTRIBUTE, None)
         return experiment
-
-    def __getstate__(self) -> Values:
-        """The fields alone: a process of a search imports the trial itself."""
-        fields = dataclasses.fields(self)
-        return {field.name: getattr(self, field.name) for field in fields}
 
     @property
     def name(self) -> str:
@@ -224,32 +219,22 @@ class Experiment(CommonHyperparameters):
         first = precision if precision == NO_AMP_SECTION else f"precision: {precision}"
         return f"{first} ({'; '.join(own)}: the trial's own)" if own else first
 
+    def variant(self, changes: Sequence[str]) -> Experiment:
+        """The experiment with some changes of the form `a.b=value`, see
+        `with_overrides`.
+
+        Raises:
+            ConfigError: naming every mistake.
+        """
+        return experiment_in(with_overrides(self.config, changes), self.source)
+
     def key_of(self, name: str) -> str:
-        """The key of the YAML that holds a setting of the training, such as
-        `max_length`.
+        """The key of the YAML that holds a setting of the training: `max_length`,
+        `validation_period`, `checkpoint_period` or `reporting_period.batches`.
         """
         key = f"hyperparameters.training.{name}"
-        ours = has_our_form(self.given["hyperparameters"])
+        ours = has_our_form(self.config["hyperparameters"])
         return key if ours else DETERMINEDS_KEYS[key]
-
-    @cached_property
-    def config(self) -> Config:
-        """The configuration of this experiment, in the form of the given one."""
-        config = copy.deepcopy(dict(self.given))
-        own = config["hyperparameters"]
-        put(config, ("reproducibility", "experiment_seed"), self.seed)
-        if self.amp is not None:
-            own["amp"] = _section(self.amp, own.get("amp"))
-        if has_our_form(own):
-            own["training"] = _section(self.training, own["training"])
-            return config
-        lengths = _section(self.training)
-        for name in ("max_length", "validation_period", "checkpoint_period"):
-            if name in lengths:
-                put(config, self.key_of(name).split("."), lengths[name])
-        if "reporting_period" in lengths:
-            config["scheduling_unit"] = self.training.reporting_period.batches
-        return config
 
     @property
     def max_length(self) -> Length:
@@ -388,6 +373,7 @@ def experiment_in(
     *,
     trial: str | None = None,
     hyperparameters: Config | None = None,
+    drawn_seed: int | None = None,
 ) -> Experiment:
     """Check all of a configuration that needs neither the trial nor torch.
 
@@ -399,6 +385,8 @@ def experiment_in(
         hyperparameters: The hyperparameters that the searcher chose for this trial; by
             default those of `config`. An initial loss scale that was drawn from a range
             is rounded to the nearest power of two, which scales without error.
+        drawn_seed: The seed that a search drew for this trial. By default the seed is
+            that of `config`; `hyperparameters.trial_seed` comes before both.
 
     Raises:
         ConfigError: naming every mistake.
@@ -410,13 +398,13 @@ def experiment_in(
         problems.append(Problem(key, f"{typo}{_A_TRIAL}"))
     problems.extend(misplaced(config, values))
     common, platform = read_sections(config, values, source, problems)
-    of_search = platform.reproducibility.experiment_seed
-    seed = of_search if common.trial_seed is None else common.trial_seed
-    values = {name: value for name, value in values.items() if name != TRIAL_SEED}
+    seed = platform.reproducibility.experiment_seed
+    for later in (drawn_seed, common.trial_seed):
+        seed = seed if later is None else later
     return Experiment(
         **vars(common),
         source=source,
-        given=_with_trial(config, values, path),
+        config=_of_trial(config, values, path, seed),
         trial=path,
         trial_key=key,
         platform=platform,
@@ -502,11 +490,19 @@ def _values(config: Config, chosen: Config | None, problems: list[Problem]) -> C
     return with_power_of_two(constants(for_test(config, values)), config)
 
 
-def _with_trial(config: Config, values: Config, trial: str) -> Config:
-    """The configuration with these hyperparameters, and this trial."""
-    if isinstance(values.get("trial"), str):
-        return {**config, "hyperparameters": {**values, "trial": trial}}
-    return {**config, "hyperparameters": values, "entrypoint": trial}
+def _of_trial(config: Config, values: Config, trial: str, seed: int) -> Config:
+    """The configuration with these hyperparameters, this trial and this seed."""
+    if is_short_test(config, values):  # its lengths are in `values` now
+        unread = [f"{name}=null" for name, _, _ in WITHOUT_EFFECT]
+        config = with_overrides(config, ["description=null", *unread])
+    own = {name: value for name, value in values.items() if name != TRIAL_SEED}
+    seeds = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
+    made = {**config, "hyperparameters": own, "reproducibility": seeds}
+    if isinstance(own.get("trial"), str):
+        own["trial"] = trial
+    else:
+        made["entrypoint"] = trial
+    return made
 
 
 def with_power_of_two(values: Config, search: Config) -> Config:
@@ -528,7 +524,7 @@ def constants(hyperparameters: Config) -> Config:
     """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}`
     becomes x.
     """
-    made = copy.deepcopy(dict(hyperparameters))
+    made = dict(hyperparameters)
     for key, value in made.items():
         if isinstance(value, Mapping):
             is_const = value.get("type") == "const"
@@ -583,21 +579,6 @@ def _named_trial(
     )
     problems.append(Problem("hyperparameters.trial", text))
     return "", ""
-
-
-def _section(settings: Any, given: object = None) -> Values:
-    """Settings as a section of a YAML, without defaults that were not given."""
-    known = given if isinstance(given, Mapping) else {}
-    section: Values = {}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name not in known and value == field.default:
-            continue
-        if dataclasses.is_dataclass(value):
-            section[field.name] = _section(value, known.get(field.name))
-        else:
-            section[field.name] = plain(value)
-    return section
 
 
 def _own_class(factory: Factory, name: str) -> type[Any] | None:

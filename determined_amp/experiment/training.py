@@ -126,16 +126,18 @@ def missing_length(key: str) -> Problem:
 
 
 def for_test(config: Config, values: Config) -> Config:
-    """The hyperparameters, with lengths of one batch if the experiment was made by `det
-    experiment create --test`.
+    """The hyperparameters, with lengths of one batch if the experiment is a short
+    test.
     """
-    if _is_test(config) and has_our_form(values):
+    if is_short_test(config, values):
         return {**values, "training": _ONE_BATCH}
     return values
 
 
-def _is_test(config: Config) -> bool:
-    return str(config.get("description")).startswith("[test-mode] ")
+def is_short_test(config: Config, values: Config) -> bool:
+    """Whether an experiment in our form was made by `det experiment create --test`."""
+    is_test = str(config.get("description")).startswith("[test-mode] ")
+    return is_test and has_our_form(values)
 
 
 def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
@@ -146,7 +148,7 @@ def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
     given = [key for key, value in values["training"].items() if value is not None]
     if not nearest("max_length", given):  # another problem names a misspelt key
         yield missing_length(f"{_TRAINING}.max_length")
-    if _is_test(config):  # `det` has written some of these keys
+    if is_short_test(config, values):  # `det` has written some of these keys
         return
     for name, default, instead in WITHOUT_EFFECT:
         value = value_at(config, name)

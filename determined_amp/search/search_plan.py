@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 
@@ -160,16 +160,20 @@ class SearchPlan:
         scored trials share one seed.
         """
         sampled = with_power_of_two(self.space.nested(point), self.search)
+        trains = self.task.verb == "train"
         try:
-            made = experiment_in(self.search, self._source, hyperparameters=sampled)
+            made = experiment_in(
+                self.search,
+                self._source,
+                hyperparameters=sampled,
+                drawn_seed=self.drawn_seed(len(self.trials)) if trains else None,
+            )
             if self.task.verb == "score":
                 check_score(made)
             else:
                 _ = made.max_length  # raises if there is none
         except ConfigError as error:
             return error.problems
-        if self.task.verb == "train" and made.trial_seed is None:
-            made = replace(made, seed=self.drawn_seed(len(self.trials)))
         axes = self.space.axes
         hparams = {axis.name: reduce(getitem, axis.path, sampled) for axis in axes}
         self.trials.append((made, hparams))
