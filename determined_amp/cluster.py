@@ -32,6 +32,7 @@ from determined_amp.check.doctor import examine
 from determined_amp.experiment.experiment import (
     TRIAL_SEED,
     Experiment,
+    experiment_in,
     parse,
 )
 from determined_amp.experiment.failures import faults_of_the_trial
@@ -93,7 +94,8 @@ def check_task(options: Namespace) -> None:
     faults is a metric.
     """
     with task_without_trial() as (config, core_context):
-        findings = examine(config, "experiment", options.trial, print)
+        experiment = experiment_in(config, "experiment", trial=options.trial)
+        findings = examine(experiment, print)
         faults = len(findings.faults)
         status = f"{faults} fault{'s' * (faults != 1)}"
         leave_answer(core_context.train, status, 1, {"faults": faults}, faults=faults)

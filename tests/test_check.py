@@ -32,6 +32,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.check import doctor, invariants, rules, watching
 from determined_amp.check.finding import ROWS, Level
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
+from determined_amp.experiment.experiment import experiment_in
 from tests import habits, test_amp_examples
 from tests.harness import same_bits
 from tests.loops import by_hand
@@ -68,9 +69,8 @@ def examined(trial, aggregation=1):
         experiment(optimizations=optimizations) if aggregation > 1 else experiment()
     )
     name = f"{trial.__module__}:{trial.__qualname__}"
-    return doctor.examine(
-        config, "planted.yaml", name, lambda text: None, doctor.run_here
-    )
+    made = experiment_in(config, "planted.yaml", trial=name)
+    return doctor.examine(made, lambda text: None, doctor.run_here)
 
 
 class Right(pytorch.PyTorchTrial):
@@ -667,7 +667,8 @@ def test_unmodified_trial_in_float16_has_no_fault(trial):
     values = {"global_batch_size": 8, "amp": {"precision": "amp_fp16"}}
     name = f"{trial.__module__}:{trial.__qualname__}"
     config = experiment(hyperparameters=values)
-    said = doctor.examine(config, "x.yaml", name, lambda text: None, doctor.run_here)
+    made = experiment_in(config, "x.yaml", trial=name)
+    said = doctor.examine(made, lambda text: None, doctor.run_here)
     assert said.faults == []
     assert "a GradScaler" in str(said)
 

@@ -31,14 +31,14 @@ from torch.utils.data import DataLoader
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Config, Metrics
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.judge import judge_record
 from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in
-from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.controller import WatchedController
@@ -80,27 +80,21 @@ _ENTERED = ExitStack()  # contexts that the process of a run stays in
 class Probe:
     """What one run does."""
 
-    config: Config  # the experiment configuration
-    source: str  # where it comes from, for error messages
-    trial: str | None  # `module:Class`, if the configuration does not name it
+    experiment: Experiment
     folder: Path  # for the checkpoint; a resume finds it there
     overflows: tuple[int, ...] = OVERFLOWS  # windows that overflow, from 0
     resumes: bool = False  # whether it resumes from the checkpoint in `folder`
 
 
 def examine(
-    config: Config,
-    source: str,
-    trial: str | None,
+    experiment: Experiment,
     notify: Callable[[str], None],
     run: Callable[[Probe], Record] | None = None,
 ) -> CheckFindings:
     """Examine the trial of an experiment.
 
     Args:
-        config: The experiment configuration.
-        source: Where it comes from, for error messages.
-        trial: `module:Class`, if the configuration does not name it.
+        experiment: The experiment.
         notify: Called with a sentence before each run.
         run: Runs a probe; by default in a fresh process.
 
@@ -109,7 +103,7 @@ def examine(
             here.
     """
     with TemporaryDirectory() as folder:
-        probe = Probe(config, source, trial, Path(folder))
+        probe = Probe(experiment, Path(folder))
         record, resumed = _runs(probe, run or run_afresh, notify)
     findings = judge_record(record, resumed)
     if findings.trained and not (findings.amp or record.scalers):
@@ -209,7 +203,7 @@ def run_here(probe: Probe) -> Record:
 
 def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None:
     """Train a few batches, from the first run's checkpoint if the probe resumes."""
-    experiment = parse(probe.config, probe.source, trial=probe.trial)
+    experiment = probe.experiment.with_trial()
     try:
         context = trial_context(core_context, experiment)
         trial = trial_of(experiment, context)

@@ -125,7 +125,7 @@ def _check(options: Namespace) -> int:
         f"at most {RUNS} short runs of the trial, each in a fresh process: most take "
         f"less than a minute, none more than {PATIENCE / 60:.0f} minutes"
     )
-    findings = examine(experiment.config, experiment.source, None, _say)
+    findings = examine(experiment, _say)
     return _answer(findings, options)
 
 
