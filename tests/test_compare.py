@@ -32,6 +32,7 @@ from determined_amp.compare.pilots import (
 )
 from determined_amp.compare.plan import ComparisonPlan
 from determined_amp.compare.runs import ComparisonEnd, search_over
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
@@ -48,7 +49,6 @@ from determined_amp.search.search_folder import (
     write_remarks,
 )
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.task import Task
 from tests import searching, strangers
 from tests.cluster_task import start_task
 from tests.precisions import run

@@ -14,8 +14,8 @@ import yaml
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.task import Task
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs"
@@ -191,7 +191,7 @@ class TestEverySearch:
 
     def test_search_parses_and_its_entrypoint_is_a_command(self, name):
         config = load(SEARCHES / f"{name}.yaml")
-        assert Task.of(config, []).verb == VERBS[name]
+        assert Task.of(config["entrypoint"], []).verb == VERBS[name]
         if config["searcher"]["name"] == "single":
             experiment.parse(config, name)
         else:

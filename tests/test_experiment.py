@@ -23,10 +23,9 @@ from determined_amp.amp.fields import fill
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
-from determined_amp.experiment.entrypoint import command_in
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
-from determined_amp.search.task import Task
 from tests import training
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
@@ -262,7 +261,7 @@ def test_launcher_of_determined_names_its_trial(program):
             "tests.strangers:Stranger",
             "entrypoint",
         )
-        assert Task.of(config, []) == Task("train")
+        assert Task.of(config["entrypoint"], []) == Task("train")
 
 
 @pytest.mark.parametrize(
@@ -270,14 +269,14 @@ def test_launcher_of_determined_names_its_trial(program):
 )
 def test_launcher_of_another_program_is_that_program(words):
     entrypoint = f"python3 -m determined.launch.torch_distributed {words}"
-    assert command_in(entrypoint)[1].trial is None
+    assert Task.of(entrypoint, []).trial is None
     command = "find" if words.endswith("find") else ""
-    assert Task.of({"entrypoint": entrypoint}, []) == Task(command)
+    assert Task.of(entrypoint, []) == Task(command)
 
 
 def test_entrypoint_with_an_unclosed_quotation_names_no_trial():
     unclosed = "python3 -m determined_amp train --trial 'a"
-    assert command_in(unclosed)[1].trial is None
+    assert Task.of(unclosed, []).trial is None
 
 
 @pytest.mark.parametrize(

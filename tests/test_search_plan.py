@@ -11,7 +11,7 @@ import pytest
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, put
-from determined_amp.experiment.entrypoint import command_in
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides, with_trial
 from determined_amp.search.search_folder import Search
@@ -20,7 +20,6 @@ from determined_amp.search.search_plan import (
     SearchPlan,
     read_searcher,
 )
-from determined_amp.search.task import Task
 from tests import searching
 from tests.training import STRANGE
 
@@ -133,7 +132,7 @@ def test_report_on_a_search_is_decided_by_its_command_and_its_ranges(
     search = Search("", (), config)
     assert (search.searched, search.compares) == (searched, compares)
     assert search.is_single is not bool(ranges)
-    assert Task.of(config, []).verb == command
+    assert Task.of(config["entrypoint"], []).verb == command
     assert Search("", ()).is_single
 
 
@@ -216,7 +215,7 @@ def test_length_of_older_versions_is_refused_with_the_lines_that_a_master_takes(
 def test_option_names_the_trial_of_any_entrypoint(entrypoint, runs):
     config = with_trial({"entrypoint": entrypoint}, "a:B")
     assert config["entrypoint"] == f"python3 -m determined_amp {runs}"
-    assert command_in(config["entrypoint"])[1].trial == "a:B"
+    assert Task.of(config["entrypoint"], []).trial == "a:B"
     assert with_trial(config, None) is config
 
 
@@ -224,7 +223,7 @@ def test_batches_of_a_score_that_are_no_number_are_a_mistake():
     problems: list[Problem] = []
     for batches in ("0", "x"):
         entrypoint = f"python3 -m determined_amp score --batches {batches}"
-        Task.of({"entrypoint": entrypoint}, problems)
+        Task.of(entrypoint, problems)
     assert problems == [
         f"--batches: got {batches!r}; allowed: an integer from 1 to 1000"
         for batches in ("0", "x")

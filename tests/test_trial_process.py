@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search import trial_process
-from determined_amp.search.task import Task
 from determined_amp.search.trial_process import Job, TrialProcess
 
 

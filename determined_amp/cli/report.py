@@ -76,6 +76,7 @@ def _report(options: Namespace) -> int:
 
 def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written:
     # Importing NumPy and the SDK takes a second, and matplotlib takes another.
+    from determined_amp.experiment.entrypoint import Task  # noqa: PLC0415
     from determined_amp.report.comparison import compare_runs  # noqa: PLC0415
     from determined_amp.report.master_runs import fetch_comparison  # noqa: PLC0415
     from determined_amp.report.precision_report import write_precision_report  # noqa: PLC0415
@@ -86,13 +87,13 @@ def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written
         is_experiment,
         read_source,
     )
-    from determined_amp.search.task import Task  # noqa: PLC0415
 
     first = sources[0]
     folder = options.output or folder_beside(first)
     searches = [read_source(source) for source in sources]
     search = searches[0]
-    if is_experiment(first) and Task.of(search.config, []).verb == "compare":
+    task = Task.of(search.config.get("entrypoint"), [])
+    if is_experiment(first) and task.verb == "compare":
         return fetch_comparison(int(first), folder)
     if compares or search.compares:
         comparison = compare_runs(searches, options.metric, options.margin)

@@ -23,6 +23,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.compare.comparable import LEAST_BATCHES
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.finder.scale_finding import Verdict
@@ -30,7 +31,6 @@ from determined_amp.local.processes import GoesOn
 from determined_amp.runs.folder import RunFolder, read_record, read_run
 from determined_amp.runs.run import PRECISION, Run, RunState
 from determined_amp.search.search_display import minutes
-from determined_amp.search.task import Task
 from determined_amp.search.trial_process import Job, TrialProcess
 
 # Reporting period of a pilot, in batches.

@@ -6,8 +6,11 @@ import argparse
 import re
 import shlex
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeGuard
+
+from determined_amp.amp.errors import Problem
 
 # The default and the limit of `--batches` for `score` and `find`. All batches are in
 # memory at once, and a few are enough.
@@ -33,24 +36,48 @@ def is_class(entrypoint: object) -> TypeGuard[str]:
     return isinstance(entrypoint, str) and _CLASS.fullmatch(entrypoint) is not None
 
 
-def command_in(entrypoint: object) -> tuple[str, argparse.Namespace]:
-    """The command of this library that an entrypoint runs, and its options `trial` and
-    `batches`.
+@dataclass(frozen=True)
+class Task:
+    """What an entrypoint runs."""
 
-    Returns:
-        The command is `train` for a launcher of Determined with `--trial`, and empty
-            for any other program. An option without a value is None.
-    """
-    words: list[str] = []
+    # The command of this library, such as `train`; empty for another program. A trial
+    # class means `train`, and so does a launcher of Determined with `--trial`.
+    verb: str = ""
+    batches: int = BATCHES  # the option `--batches` of `score` and `find`
+    trial: str | None = field(default=None, compare=False)  # the option `--trial`
+
+    @staticmethod
+    def of(entrypoint: object, problems: list[Problem]) -> Task:
+        """Read an entrypoint. A wrong `--batches` is appended to `problems`."""
+        if is_class(entrypoint):
+            return Task("train")
+        words = _words(entrypoint)
+        options, _ = _OPTIONS.parse_known_args(words)
+        for word, verb in pairwise([*words, ""]):
+            if word in _PROGRAM:
+                measures = verb in ("score", "find")
+                text = options.batches if measures else None
+                return Task(verb, _batches(text, problems), options.trial)
+        if options.trial and any(map(_LAUNCHER.fullmatch, words)):
+            return Task("train", trial=options.trial)
+        return Task()
+
+
+def _words(entrypoint: object) -> list[str]:
     if isinstance(entrypoint, list):
-        words = [str(word) for word in entrypoint]
-    elif isinstance(entrypoint, str):
+        return [str(word) for word in entrypoint]
+    if isinstance(entrypoint, str):
         with suppress(ValueError):  # a quotation mark without its partner
-            words = shlex.split(entrypoint)
-    options, _ = _OPTIONS.parse_known_args(words)
-    for word, command in pairwise([*words, ""]):
-        if word in _PROGRAM:
-            return command, options
-    if options.trial and any(map(_LAUNCHER.fullmatch, words)):
-        return "train", options
-    return "", _OPTIONS.parse_args([])
+            return shlex.split(entrypoint)
+    return []
+
+
+def _batches(text: str | None, problems: list[Problem]) -> int:
+    """The value of `--batches`; the default if there is none, or a wrong one."""
+    if text is None:
+        return BATCHES
+    if text.isdecimal() and 1 <= int(text) <= MOST_BATCHES:
+        return int(text)
+    allowed = f"an integer from 1 to {MOST_BATCHES}"
+    problems.append(Problem("--batches", f"got {text!r}; allowed: {allowed}"))
+    return BATCHES

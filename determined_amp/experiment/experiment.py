@@ -38,7 +38,7 @@ from determined_amp.amp.fields import (
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import flat, value_at
-from determined_amp.experiment.entrypoint import command_in, is_class
+from determined_amp.experiment.entrypoint import Task, is_class
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import (
@@ -374,6 +374,7 @@ def experiment_in(
     trial: str | None = None,
     hyperparameters: Config | None = None,
     drawn_seed: int | None = None,
+    importable: str = "",
 ) -> Experiment:
     """Check all of a configuration that needs neither the trial nor torch.
 
@@ -387,6 +388,7 @@ def experiment_in(
             is rounded to the nearest power of two, which scales without error.
         drawn_seed: The seed that a search drew for this trial. By default the seed is
             that of `config`; `hyperparameters.trial_seed` comes before both.
+        importable: The import path of a trial that need not be looked up again.
 
     Raises:
         ConfigError: naming every mistake.
@@ -394,7 +396,7 @@ def experiment_in(
     problems = Problems()
     values = _values(config, hyperparameters, problems)
     path, key = ("", "") if problems else _named_trial(config, values, trial, problems)
-    if path and (typo := typo_in(path)):
+    if path != importable and (typo := typo_in(path)):
         problems.append(Problem(key, f"{typo}{_A_TRIAL}"))
     problems.extend(misplaced(config, values))
     common, platform = read_sections(config, values, source, problems)
@@ -563,9 +565,8 @@ def _named_trial(
     entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
         return option, "--trial"
-    _, options = command_in(entrypoint)
-    if options.trial:
-        return options.trial, "entrypoint"
+    if in_entrypoint := Task.of(entrypoint, []).trial:
+        return in_entrypoint, "entrypoint"
     if isinstance(name, str):
         return name, "hyperparameters.trial"
     if is_class(entrypoint):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import put
-from determined_amp.experiment.entrypoint import command_in
+from determined_amp.experiment.entrypoint import Task, is_class
 from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
@@ -56,8 +56,8 @@ def with_trial(config: Config, trial: str | None) -> Config:
     if trial is None:
         return config
     entrypoint = config.get("entrypoint")
-    command, _ = command_in(entrypoint)
-    start = entrypoint if command else "python3 -m determined_amp train"
+    stays = Task.of(entrypoint, []).verb and not is_class(entrypoint)
+    start = entrypoint if stays else "python3 -m determined_amp train"
     words = shlex.join(start) if isinstance(start, list) else start
     return {**config, "entrypoint": f"{words} --trial {shlex.quote(trial)}"}
 

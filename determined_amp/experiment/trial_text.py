@@ -16,8 +16,12 @@ from pathlib import Path
 
 from determined_amp.amp.errors import near_name
 
-# A module with one of these words can have attributes that its text does not show.
-_DYNAMIC = re.compile(r"\b(globals|locals|vars|exec|sys|__getattr__)\b|import \*")
+# A module with one of these words can have attributes that its text does not show. Its
+# own name lets a helper set them.
+_DYNAMIC = re.compile(
+    r"\b(globals|locals|vars|exec|sys|__getattr__|__path__)\b|import \*"
+    r"|(?<!if )(?<!getLogger\()\b__name__"
+)
 
 
 def typo_in(import_path: str) -> str:
@@ -62,10 +66,14 @@ def _names_in(spec: ModuleSpec) -> set[str] | None:
         return names
     try:
         text = Path(spec.origin).read_text(encoding="utf-8")
-        ast.parse(text)
+        body = ast.parse(text).body
     except (OSError, SyntaxError, ValueError):  # built in, not text, or not Python
         return None
-    return None if _DYNAMIC.search(text) else names | {*re.findall(r"\w+", text)}
+    statements = [one.value for one in body if isinstance(one, ast.Expr)]
+    calls = any(isinstance(one, ast.Call) for one in statements)  # such as a helper's
+    if calls or _DYNAMIC.search(text):
+        return None
+    return names | {*re.findall(r"\w+", text)}
 
 
 def _files_in(folders: Iterable[str]) -> set[str]:

@@ -16,6 +16,7 @@ from determined_amp.amp.errors import ConfigError, Problem, Problems, near_name
 from determined_amp.amp.fields import Contradictions, read, setting
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.experiment import (
     TRIAL_SEED,
     Experiment,
@@ -27,7 +28,6 @@ from determined_amp.experiment.score_check import check_score
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.runs.run import COMPARED
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
-from determined_amp.search.task import Task
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # else it logs every trial
 
@@ -120,7 +120,7 @@ class SearchPlan:
         # If the searcher is wrong, one random trial shows the other mistakes.
         one = RandomSearcher(name="random", metric="", max_trials=1)
         self.search, self._source, self.settings = search, source, settings or one
-        self.task = Task.of(search, problems)
+        self.task = Task.of(search.get("entrypoint"), problems)
         if self.task.verb not in ("train", "score"):
             text = (
                 f"got {search.get('entrypoint')!r}; allowed in a search: python3 -m "
@@ -167,6 +167,7 @@ class SearchPlan:
                 self._source,
                 hyperparameters=sampled,
                 drawn_seed=self.drawn_seed(len(self.trials)) if trains else None,
+                importable=self.trials[-1][0].trial if self.trials else "",
             )
             if self.task.verb == "score":
                 check_score(made)

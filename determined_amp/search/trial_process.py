@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from determined_amp.amp.plain_data import Values
+from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.machine import Machine
 from determined_amp.finder.found_scale import FILE_NAME
@@ -36,7 +37,6 @@ from determined_amp.runs.folder import (
     read_record,
 )
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search.task import Task
 from determined_amp.trial.determined_private import leave_the_cluster
 from determined_amp.trial.loss_scale import score
 
