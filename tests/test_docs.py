@@ -220,9 +220,8 @@ def test_page_has_the_table_of_all_settings():
         default = getattr(field.default, "value", field.default)
         text = "" if default is dataclasses.MISSING else json.dumps(default)
         expected[field.name] = (text.strip('"'), meanings[field.name])
-        for key, (sign, _) in fields.BOUNDS.items():
-            if key in field.metadata:
-                assert f"{sign} {field.metadata[key]:g}" in allowed[field.name]
+        for sign, _, limit in field.metadata[fields.BOUNDS]:
+            assert f"{sign} {limit:g}" in allowed[field.name]
     assert shown == expected
 
 

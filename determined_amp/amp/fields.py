@@ -19,8 +19,7 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem, near_name, nearest
@@ -41,16 +40,9 @@ _IN_WORDS = {
 }
 _MAPPING = "a mapping of keys to values"
 
-# The metadata keys of a field's bounds, each with its sign and comparison.
-BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "at_least": (">=", operator.ge),
-    "above": (">", operator.gt),
-    "at_most": ("<=", operator.le),
-    "below": ("<", operator.lt),
-}
-
-# Metadata key that marks a field as declared by `setting`.
-_DECLARED = "declared by setting"
+# The metadata key of the bounds of a field that `setting` declared: the sign, the
+# comparison and the limit of each.
+BOUNDS = "bounds"
 
 
 def setting(
@@ -62,28 +54,24 @@ def setting(
     below: float | None = None,
 ) -> Any:
     """Declare a field of a settings class; without a default the key is required."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata: dict[str, Any] = {
-        n: bound for n, bound in bounds.items() if bound is not None
-    }
-    metadata[_DECLARED] = True
-    return dataclasses.field(default=default, metadata=metadata)
+    bounds = (
+        (">=", operator.ge, at_least),
+        (">", operator.gt, above),
+        ("<=", operator.le, at_most),
+        ("<", operator.lt, below),
+    )
+    given = [bound for bound in bounds if bound[-1] is not None]
+    return dataclasses.field(default=default, metadata={BOUNDS: given})
 
 
 def is_settings_class(cls: object) -> bool:
     """Whether `cls` is a dataclass with all its fields declared by `setting`."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return False
-    return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
+    return all(BOUNDS in field.metadata for field in dataclasses.fields(cls))
 
 
-def read(
-    cls: type[T],
-    raw: object,
-    path: str,
-    problems: list[Problem],
-    known: Mapping[str, object] = MappingProxyType({}),
-) -> T | None:
+def read(cls: type[T], raw: object, path: str, problems: list[Problem]) -> T | None:
     """Build `cls` from the mapping `raw`, or extend `problems` and return None.
 
     Args:
@@ -95,13 +83,13 @@ def read(
             or None, and `ALLOWED`, which describes both forms. With `READ_IN_PART =
             True` it reads only the keys of its fields: other keys are not mistakes,
             and null counts as a missing key.
-        raw: The section, as read from YAML or JSON.
+        raw: The section, as read from YAML or JSON, or settings that were built before.
         path: Dotted name of the section, for messages; empty for the whole
             configuration.
         problems: The mistakes found so far; new ones are appended.
-        known: Settings that were built before, by key. A field of the same class uses
-            them.
     """
+    if isinstance(raw, cls):
+        return raw
     section_of = getattr(cls, "section_of", None)
     if isinstance(raw, str) and section_of is not None:
         raw = section_of(raw) or raw
@@ -110,15 +98,11 @@ def read(
         problems.append(Problem(path, f"got {shown(raw)}; allowed: {allowed}"))
         return None
     settings = cls.__new__(cls)
-    return settings if fill(settings, raw, path, problems, known) else None
+    return settings if fill(settings, raw, path, problems) else None
 
 
 def fill(
-    settings: object,
-    raw: Mapping[Any, object],
-    path: str,
-    problems: list[Problem],
-    known: Mapping[str, object] = MappingProxyType({}),
+    settings: object, raw: Mapping[Any, object], path: str, problems: list[Problem]
 ) -> bool:
     """Set the fields of a settings object that has none yet.
 
@@ -127,7 +111,6 @@ def fill(
         raw: See `read`. A script may give an enumeration member instead of its word.
         path: See `read`.
         problems: See `read`.
-        known: See `read`.
 
     Returns:
         False if mistakes were appended to `problems`.
@@ -138,31 +121,24 @@ def fill(
     if getattr(cls, "READ_IN_PART", False):
         raw = {name: raw[name] for name in names if raw.get(name) is not None}
     unknown = [str(key) for key in raw if key not in names]
-    found = [_unknown(path, key, names) for key in unknown]
+    allowed = f"; allowed: {', '.join(names)}"
+    found = [
+        Problem(_join(path, key), f"unknown key{near_name(key, names, allowed)}")
+        for key in unknown
+    ]
     hints = _hints_of(cls)
     for field in fields:
         if field.name not in raw and nearest(field.name, unknown):
             continue  # it is misspelt, not missing
         place = _join(path, field.name)
-        value = known.get(field.name) if field.name in raw else None
-        if type(value) not in _kinds(hints[field.name])[0]:
-            value = _value(hints[field.name], raw, place, field, found)
+        value = _value(hints[field.name], raw, place, field, found)
         object.__setattr__(settings, field.name, value)
-    if not found:
-        found += _contradictions(settings, raw, path)
+    if not found and hasattr(cls, "contradictions"):
+        given = frozenset(key for key in raw if raw[key] is not None)
+        pairs = cls.contradictions(settings, given)
+        found = [Problem(_join(path, key), text) for key, text in pairs]
     problems.extend(found)
     return not found
-
-
-def _contradictions(
-    settings: Any, raw: Mapping[Any, object], path: str
-) -> list[Problem]:
-    """The contradictions between the fields of a settings object."""
-    if not hasattr(settings, "contradictions"):
-        return []
-    given = frozenset(key for key, value in raw.items() if value is not None)
-    pairs = settings.contradictions(given)
-    return [Problem(_join(path, key), text) for key, text in pairs]
 
 
 # Cached, because a search reads each settings class a thousand times.
@@ -203,11 +179,6 @@ def shown(raw: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _unknown(path: str, key: str, names: list[str]) -> Problem:
-    near = near_name(key, names, f"; allowed: {', '.join(names)}")
-    return Problem(_join(path, key), f"unknown key{near}")
-
-
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
@@ -221,18 +192,13 @@ def _value(
 ) -> object:
     """The value of a field in its section. A missing required section is empty."""
     kinds, optional = _kinds(hint)
-    is_section, required = (
-        dataclasses.is_dataclass(kinds[0]),
-        field.default is dataclasses.MISSING,
-    )
-    if field.name not in section and not required:
+    is_missing = field.name not in section
+    if is_missing and field.default is not dataclasses.MISSING:
         return field.default
-    if field.name not in section and not is_section:
-        problems.append(Problem(path, f"missing; allowed: {_allowed(hint, field)}"))
-        return None
     raw = section.get(field.name, {})
     if raw is None and optional:
         return None
+    is_section = dataclasses.is_dataclass(kinds[0])
     if is_section:
         return read(kinds[0], raw, path, problems)
     for kind in kinds:
@@ -241,9 +207,9 @@ def _value(
             isinstance(value, enum.Enum) or _in_bounds(value, field)
         ):
             return value
-    problems.append(
-        Problem(path, f"got {shown(raw)}; allowed: {_allowed(hint, field)}")
-    )
+    given = "missing" if is_missing else f"got {shown(raw)}"
+    allowed = ", ".join(_described(kind, field) for kind in kinds)
+    problems.append(Problem(path, f"{given}; allowed: {allowed}"))
     return None
 
 
@@ -280,21 +246,10 @@ def _kinds(hint: Any) -> tuple[list[Any], bool]:
     ], types.NoneType in kinds
 
 
-def _bounds(
-    field: dataclasses.Field[Any],
-) -> Iterator[tuple[str, Callable[[Any, Any], bool], Any]]:
-    """The bounds of a field: the sign, the comparison and the limit of each."""
-    for name, (sign, holds) in BOUNDS.items():
-        if name in field.metadata:
-            yield sign, holds, field.metadata[name]
-
-
 def _in_bounds(value: object, field: dataclasses.Field[Any]) -> bool:
-    return all(holds(value, bound) for _, holds, bound in _bounds(field))
-
-
-def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
-    return ", ".join(_described(kind, field) for kind in _kinds(hint)[0])
+    return all(
+        holds(value, bound) for _, holds, bound in field.metadata.get(BOUNDS, ())
+    )
 
 
 def _described(kind: Any, field: dataclasses.Field[Any]) -> str:
@@ -303,5 +258,6 @@ def _described(kind: Any, field: dataclasses.Field[Any]) -> str:
     if _is_enum(kind):
         return ", ".join(json.dumps(member.value).strip('"') for member in kind)
     words = _IN_WORDS[typing.get_origin(kind) or kind]
-    limits = " and ".join(f"{sign} {bound:.10g}" for sign, _, bound in _bounds(field))
+    bounds = field.metadata.get(BOUNDS, ())
+    limits = " and ".join(f"{sign} {bound:.10g}" for sign, _, bound in bounds)
     return f"{words} {limits}".rstrip()

@@ -8,7 +8,6 @@ more than `TOO_SLOW` times as long as in fp32, in two pilots.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -94,20 +93,18 @@ class PilotResults:
         Raises:
             PilotError: if the pilot is too slow.
         """
-        if pilot.seconds_per_batch > self.slowest_allowed:
-            factor = TOO_SLOW * pilot.seconds_per_batch / self.slowest_allowed
+        if self.times_as_long(pilot) > TOO_SLOW:
             raise PilotError(
-                f"for time: a batch takes {factor:.0f} times as long as in fp32 "
-                f"(`det-amp train YAML --precision {precision.value}` trains in it all "
-                "the same)"
+                f"for time: a batch takes {self.times_as_long(pilot):.0f} times as "
+                f"long as in fp32 (`det-amp train YAML --precision {precision.value}` "
+                "trains in it all the same)"
             )
         self.pilots[precision] = pilot
 
-    @property
-    def slowest_allowed(self) -> float:
-        """Most seconds that a batch may take; infinite before the pilot in fp32."""
-        base = self.pilots.get(Precision.FP32)
-        return TOO_SLOW * base.seconds_per_batch if base else math.inf
+    def times_as_long(self, pilot: Pilot) -> float:
+        """The time of a batch, relative to fp32; 1 for the pilot in fp32."""
+        base = self.pilots.get(Precision.FP32, pilot)
+        return pilot.seconds_per_batch / base.seconds_per_batch
 
     @property
     def reasons(self) -> list[str]:
@@ -174,7 +171,7 @@ def run_pilots(
         made = pilot_of(experiment, precision, LEAST_BATCHES)
         try:
             pilot = train_pilot(made, folder / precision.value, what)
-            if pilot.seconds_per_batch > results.slowest_allowed:
+            if results.times_as_long(pilot) > TOO_SLOW:
                 # The machine may have been busy.
                 place = folder / f"{precision.value}-again"
                 again = train_pilot(made, place, f"{what}, once more")

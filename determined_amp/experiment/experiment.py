@@ -300,15 +300,20 @@ class Experiment(CommonHyperparameters):
         """`hyperparameters` and `data`, as the trial's own classes read them."""
         problems = Problems()
         hparams, data = None, self.config.get("data")
-        strict = _own_class(self.factory, "Hparams")
-        data_class = _own_class(self.factory, "Data")
-        if strict is not None:
+        own_classes: dict[str, Any] = {
+            name: held
+            for name in ("Hparams", "Data")
+            if is_settings_class(held := getattr(self.factory, name, None))
+        }
+        if "Hparams" in own_classes:
             values = {**self.config["hyperparameters"], "trial": self.trial}
-            known = {"amp": self.amp, "training": self.training}
-            hparams = read(strict, values, "hyperparameters", problems, known)
+            for name, known in (("amp", self.amp), ("training", self.training)):
+                if name in values and known is not None:
+                    values[name] = known
+            hparams = read(own_classes["Hparams"], values, "hyperparameters", problems)
         data = {} if data is None else data
-        if data_class is not None:
-            data = read(data_class, data, "data", problems)
+        if "Data" in own_classes:
+            data = read(own_classes["Data"], data, "data", problems)
         problems.raise_from(self.source)
         return hparams, data
 
@@ -335,10 +340,9 @@ def hparams_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
     Raises:
         ConfigError: naming every mistake.
     """
-    known: Any = getattr(Experiment.of(context), "hparams", None)
-    if type(known) is cls:
-        return known
-    return read_section(cls, context.get_hparams(), "hyperparameters")
+    known = getattr(Experiment.of(context), "hparams", None)
+    raw = known if isinstance(known, cls) else context.get_hparams()
+    return read_section(cls, raw, "hyperparameters")
 
 
 def data_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
@@ -347,10 +351,9 @@ def data_of(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
     Raises:
         ConfigError: naming every mistake.
     """
-    known: Any = getattr(Experiment.of(context), "data", None)
-    if type(known) is cls:
-        return known
-    return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
+    known = getattr(Experiment.of(context), "data", None)
+    raw = context.get_experiment_config().get("data") or {}
+    return read_section(cls, known if isinstance(known, cls) else raw, "data")
 
 
 def read_yaml(path: str) -> Config:
@@ -400,9 +403,9 @@ def experiment_in(
         problems.append(Problem(key, f"{typo}{_A_TRIAL}"))
     problems.extend(misplaced(config, values))
     common, platform = read_sections(config, values, source, problems)
-    seed = platform.reproducibility.experiment_seed
-    for later in (drawn_seed, common.trial_seed):
-        seed = seed if later is None else later
+    of_config = platform.reproducibility.experiment_seed
+    seeds = (common.trial_seed, drawn_seed, of_config)
+    seed = next(seed for seed in seeds if seed is not None)
     return Experiment(
         **vars(common),
         source=source,
@@ -580,9 +583,3 @@ def _named_trial(
     )
     problems.append(Problem("hyperparameters.trial", text))
     return "", ""
-
-
-def _own_class(factory: Factory, name: str) -> type[Any] | None:
-    """The attribute `name` of a trial class if it is a settings class; else None."""
-    held = getattr(factory, name, None)
-    return held if is_settings_class(held) else None

@@ -49,7 +49,7 @@ def near_path(path: Path) -> str:
         beside = sorted(path.parent.iterdir())
     except OSError:
         return ""
-    below = [each / path.name for each in beside if os.path.exists(each / path.name)]
+    below = [*filter(os.path.exists, (each / path.name for each in beside))]
     if below:
         return f"; did you mean {below[-1]}?"
     alike = [each for each in beside if each.suffix == path.suffix and each != path]

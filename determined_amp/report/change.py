@@ -55,10 +55,15 @@ class Change:
         """Convert a number of this change for a reader: from a log to a ratio."""
         return math.exp(number) if self.is_ratio else number
 
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """The lower end, the mean and the upper end, for a reader."""
+        return self.shown(self.low), self.shown(self.mean), self.shown(self.high)
+
     def __str__(self) -> str:
         """The mean, and its interval."""
         form, unit = (".2f", "x") if self.is_ratio else ("+.2g", "")
-        low, middle, high = map(self.shown, (self.low, self.mean, self.high))
+        low, middle, high = self.ends
         interval = f"95 % interval {low:{form}} to {high:{form}}"
         told = "no interval yet" if math.isnan(low) else interval
         return f"{middle:{form}}{unit} ({told})"

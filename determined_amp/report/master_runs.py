@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,30 +64,35 @@ def read_experiment(number: int) -> Search:
         config: Config = {"hyperparameters": {}, **(experiment.config or {})}
         trials = experiment.list_trials()
         noted = [_noted(session, trial.id) for trial in trials]
-        known = next((notes for notes in noted if "settings" in notes), None)
-        unknown = {**config, "hyperparameters": {}}
-        shared = flat(unknown if known is None else _settings(known))
-        runs = []
-        for trial, notes in zip(trials, noted, strict=True):
-            hparams = flat(with_power_of_two(trial.hparams or {}, config))
-            runs.append(_run(trial, notes, origin, hparams, shared))
+        hparams = [
+            flat(with_power_of_two(trial.hparams or {}, config)) for trial in trials
+        ]
+        reports = [list(_reports(trial)) for trial in trials]
+    unknown = flat({**config, "hyperparameters": {}})
+    shared = next(filter(None, map(_settings, noted)), unknown)
+    runs = [
+        _run(*read, origin=origin, shared=shared)
+        for read in zip(trials, noted, hparams, reports, strict=True)
+    ]
     return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE)
 
 
 def _run(
-    trial: Trial, noted: Values, origin: str, hparams: Config, shared: Config
+    trial: Trial,
+    noted: Values,
+    hparams: Config,
+    lines: Sequence[Values],
+    *,
+    origin: str,
+    shared: Config,
 ) -> Run:
     """A trial of an experiment, with the settings that it noted.
 
     A trial that failed before it noted its settings gets its hyperparameters, and the
     settings that all trials of the experiment share.
     """
-    lines = list(_reports(trial))
-    if "settings" in noted:
-        settings = flat(_settings(noted))
-    else:
-        of_trial = {f"hyperparameters.{name}": hparams[name] for name in hparams}
-        settings = {**shared, **of_trial}
+    of_trial = {f"hyperparameters.{name}": hparams[name] for name in hparams}
+    settings = _settings(noted) or {**shared, **of_trial}
     settings[SEED] = noted.get("seed")
     lengths = [settings.get(f"{LENGTH}.{unit}") for unit in LENGTH_UNITS]
     trains = any(line["group"] == "training" for line in lines)
@@ -129,10 +134,9 @@ def _noted(session: Session, trial: int) -> Values:
     return noted
 
 
-def _settings(noted: Values) -> Config:
-    """The settings that a trial noted, as JSON cut into parts."""
-    settings: Config = json.loads("".join(noted["settings"]))
-    return settings
+def _settings(noted: Values) -> Values:
+    """The settings that a trial noted, as JSON cut into parts; empty if it did not."""
+    return flat(json.loads("".join(noted.get("settings", "{}"))))
 
 
 def _reports(trial: Trial) -> Iterator[Values]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import sub
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -208,17 +209,15 @@ def change_panels(pairs: Sequence[Pair], metric: str) -> list[Panel]:
 
 
 def _panel(title: str, changes: Sequence[tuple[Pair, Change]]) -> Panel:
-    dots, below, above, names = [], [], [], []
-    for place, (pair, change) in enumerate(changes):
-        low, middle, high = map(change.shown, (change.low, change.mean, change.high))
-        dots.append((place, middle))
-        below.append(middle - low)
-        above.append(high - middle)
-        against = f"{pair.precision.value}\n- {pair.against.value}"
-        names.append(f"{against}:\n{change.judgement.value}")
+    low, middle, high = zip(*(change.ends for _, change in changes), strict=True)
+    names = [
+        f"{pair.precision.value}\n- {pair.against.value}:\n{change.judgement.value}"
+        for pair, change in changes
+    ]
     _, one = changes[0]
     band = one.shown(-one.margin), one.shown(one.margin)
-    return Panel(title, "", dots, "", [below, above], names, band)
+    errors = [[*map(sub, middle, low)], [*map(sub, high, middle)]]
+    return Panel(title, "", [*enumerate(middle)], "", errors, names, band)
 
 
 def precision_table(comparison: Comparison) -> Table:

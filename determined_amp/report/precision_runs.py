@@ -143,12 +143,8 @@ def _ratio(
     more_is_better: bool,
 ) -> Change | None:
     """The change of a ratio, over the pairs in which both runs have the number."""
-    logs = []
-    for run, other in twins:
-        mine = value(run)
-        its = value(other)
-        if mine and its:
-            logs.append(math.log(mine / its))
+    numbers = [(value(run), value(other)) for run, other in twins]
+    logs = [math.log(mine / its) for mine, its in numbers if mine and its]
     if not logs:
         return None
     return change_of(logs, RATIO_MARGIN, more_is_better=more_is_better, is_ratio=True)
