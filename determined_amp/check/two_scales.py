@@ -1,4 +1,4 @@
-"""Trains a script in float32 at two loss scales, which must make no difference.
+"""Trains a script in float32 with two loss scales, which must make no difference.
 
 A multiplication by a power of two changes no digit of a float32 number. So with equal
 seeds, the weights of a correct training are equal at any two loss scales, whatever its
@@ -36,8 +36,10 @@ from determined_amp.check.finding import Where
 from determined_amp.check.record import users_line
 from determined_amp.check.stand_in import StandIn
 
-# The loss scales of the two trainings.
-LOW, HIGH = 1.0, 65536.0
+# The loss scales of the two trainings, as states of a `GradScaler`. One grows every
+# second step, and never shrinks, so that no step looks skipped.
+_FIXED = {"scale": 1.0, "growth_interval": 2**31 - 1}
+_GROWING = {"scale": 256.0, "growth_interval": 2}
 
 # What is compared, and the largest relative difference that rounding explains. A small
 # loss is a difference of larger numbers, so its digits are fewer.
@@ -46,6 +48,8 @@ _ROUNDING = {LOSSES: 1e-3, WEIGHTS: 1e-5}
 
 # A training that is told to end gets this many seconds more.
 _GRACE = 5.0
+
+State = dict[str, float]
 
 _fork = multiprocessing.get_context("fork")
 
@@ -96,7 +100,7 @@ class WaitingRuns:
         self._process = process
 
     def compare(self, steps: int, seconds: float) -> Comparison | None:
-        """Train at both scales; what the script prints is not shown.
+        """Train with both scales; what the script prints is not shown.
 
         Args:
             steps: After this many optimizer steps a training ends.
@@ -129,10 +133,10 @@ def _serve(connection: Connection, theirs: Connection, run: Callable[[], None]) 
         connection.send(_compared(trace))
 
 
-def _compared(trace: Callable[[float], Sequence[Point]]) -> Comparison | None:
+def _compared(trace: Callable[[State], Sequence[Point]]) -> Comparison | None:
     """Compare trainings by their traces, which are empty if they do not count."""
-    high, low = trace(HIGH), trace(LOW)
-    pairs = list(zip(high, low, strict=False))
+    grown, fixed = trace(_GROWING), trace(_FIXED)
+    pairs = list(zip(grown, fixed, strict=False))
     if not pairs:
         return None
     other = next((at for at, (a, b) in enumerate(pairs) if not a.is_near(b)), None)
@@ -140,8 +144,8 @@ def _compared(trace: Callable[[float], Sequence[Point]]) -> Comparison | None:
         return Comparison(pairs[-1][0].step, None)
     seen = other + 1
     # Otherwise the script is random, or another program has a part in it.
-    is_the_same = repr(trace(HIGH)[:seen]) == repr(high[:seen])
-    return Comparison(high[other].step, high[other]) if is_the_same else None
+    is_the_same = repr(trace(_GROWING)[:seen]) == repr(grown[:seen])
+    return Comparison(grown[other].step, grown[other]) if is_the_same else None
 
 
 def _traced(
@@ -149,7 +153,7 @@ def _traced(
     run: Callable[[], None],
     steps: int,
     seconds: float,
-    scale: float,
+    scale: State,
 ) -> Sequence[Point]:
     """Train in a fork, and return its trace.
 
@@ -198,18 +202,18 @@ def _train(tracer: _Tracer, run: Callable[[], None], seconds: float) -> None:
 
 
 class _Tracer:
-    """Follows a training in float32 at a loss scale that never changes by itself.
+    """Follows a training in float32, with a loss scale of its own.
 
     Args:
         connection: Where it sends its trace.
-        scale: The loss scale.
+        scale: The loss scale, as a part of a scaler's state.
         steps: The number of steps after which the training ends.
 
     Attributes:
         counts: Whether the trace counts.
     """
 
-    def __init__(self, connection: Connection, scale: float, steps: int) -> None:
+    def __init__(self, connection: Connection, scale: State, steps: int) -> None:
         self.counts = True
         self._connection = connection
         self._scale = scale
@@ -254,8 +258,8 @@ class _Tracer:
 
     def _loading(self, own: Callable[..., None]) -> Callable[..., None]:
         def load(scaler: Any, state: dict[str, Any]) -> None:
-            fixed = {"scale": self._scale, "growth_factor": 2.0, "backoff_factor": 0.5}
-            own(scaler, {**state, **fixed} if state else state)
+            exact = {"growth_factor": 2.0, "backoff_factor": 0.5}
+            own(scaler, {**state, **exact, **self._scale} if state else state)
 
         return load
 
