@@ -118,6 +118,11 @@ def interrupt_twice(trial):
     signal.raise_signal(signal.SIGINT)
 
 
+def leave_after_a_signal(trial):
+    signal.raise_signal(signal.SIGTERM)
+    raise SystemExit(0)
+
+
 def raising(error):
     def fail(trial):
         raise error
@@ -167,6 +172,7 @@ class TestRecordOfTheEnd:
         [
             # The second SIGINT ends the run at once, in the middle of its fifth batch.
             (interrupt_twice, KeyboardInterrupt, "stopped", "stopped by SIGINT"),
+            (leave_after_a_signal, KeyboardInterrupt, "stopped", "stopped by SIGTERM"),
             (
                 raising(RuntimeError("no memory left\nand much more to say")),
                 RuntimeError,
@@ -189,7 +195,7 @@ class TestRecordOfTheEnd:
                 "the trial called sys.exit(0)",
             ),
         ],
-        ids=["interrupt", "error", "file", "invalid", "exit 0"],
+        ids=["interrupt", "exit after a signal", "error", "file", "invalid", "exit 0"],
     )
     def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
         self, tmp_path, capsys, *, do, error, state, reason
@@ -203,7 +209,7 @@ class TestRecordOfTheEnd:
         log = (tmp_path / "log.txt").read_text()
         assert "Traceback (most recent call last)" in log
         assert f"in {do.__name__}" in log
-        assert ("go on: " in capsys.readouterr().out) is (do is interrupt_twice)
+        assert ("go on: " in capsys.readouterr().out) is (state == "stopped")
 
     def test_stop_that_the_trial_asks_for_is_recorded(self, tmp_path):
         with training.before_batch(

@@ -124,6 +124,7 @@ class StopOnSignal(core.DummyPreemptContext):
         goes_on: Asks a search whether the run goes on; None without a search.
 
     Attributes:
+        goes_on: Asks the search; None without one.
         requested: Whether to stop at the next report; set it to stop the run.
         obeyed: Whether the loop has been told to stop.
         state: The state of the stopped run, for its record.
@@ -135,7 +136,7 @@ class StopOnSignal(core.DummyPreemptContext):
     ) -> None:
         super().__init__(processes)
         self._processes = processes
-        self._goes_on = goes_on
+        self.goes_on = goes_on
         self.requested = False
         self.obeyed = False
         self.state = RunState.STOPPED
@@ -149,7 +150,7 @@ class StopOnSignal(core.DummyPreemptContext):
 
     def ask(self, line: Values) -> None:
         """Ask the search, at the start of the training and after each report."""
-        if self._goes_on is not None and not self._goes_on(line):
+        if self.goes_on is not None and not self.goes_on(line):
             self.state = RunState.PRUNED
             self.reason = "stopped early by the search"
             self.requested = True
@@ -162,7 +163,7 @@ class StopOnSignal(core.DummyPreemptContext):
         self.reason = f"stopped by {signal.Signals(number).name}"
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_shown = self._goes_on is None and self._processes.rank == 0
+        is_shown = self.goes_on is None and self._processes.rank == 0
         if is_shown and not self.requested:
             # Not by print: the signal may have interrupted another print.
             with suppress(OSError):

@@ -82,7 +82,7 @@ class LocalRun(LocalReports):
         self._experiment, self._folder, self._stop = experiment, folder, stop
         self._resumed = resume.checkpoint != ""
         self._batches = resume.batches
-        self._total: int | None = None  # None until the training starts
+        self._total = 0  # until the training starts
         self.display = Display(experiment, console, folder)
         # The trial may leave the directory later, and this records its commit.
         self._machine = Machine.of_this_process(slots)
@@ -127,20 +127,20 @@ class LocalRun(LocalReports):
     ) -> None:
         try:
             # A resume that fails before it trains does not change how the run ended.
-            if not self._resumed or self._total is not None:
+            if not self._resumed or self._total:
                 self._folder.end(*self._ended(error))
         finally:
             self.display.end(error, stopped=self._stop.obeyed)
 
     def _ended(self, error: BaseException | None) -> tuple[RunState, str]:
-        left = isinstance(error, SystemExit) and self._stop.requested
-        if left or isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
             return RunState.STOPPED, self._stop.reason
         if error is not None:
             return outcome(error)
         if self._stop.obeyed:
             return self._stop.state, self._stop.reason
-        if self._total is not None and self._batches < self._total:
+        # In a search, a trial that stops itself has completed.
+        if self._batches < self._total and self._stop.goes_on is None:
             return RunState.STOPPED, "the trial asked to stop"
         return RunState.COMPLETED, ""
 
@@ -297,6 +297,10 @@ def _fit(
                 change for change in changes if change.startswith("hyperparameters.")
             ]
             raise type(error)("; ".join([str(error), *ours])) from error
+        except SystemExit as left:
+            if not stop.requested:
+                raise
+            raise KeyboardInterrupt from left
 
 
 def _not_finite(models: Sequence[nn.Module]) -> set[str]:

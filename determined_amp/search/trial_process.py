@@ -114,8 +114,12 @@ def _serve(
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
     os.chdir(directory)  # multiprocessing goes to the folder where it was imported
-    # A process of a killed search may still hold the lock.
-    with lock(job.folder.shown, "this run", wait=True):
+    # A process of a killed search may still hold the lock. A trial that leaves after a
+    # signal is recorded as stopped.
+    with (
+        lock(job.folder.shown, "this run", wait=True),
+        suppress(KeyboardInterrupt),
+    ):
         try:
             with translating_disk_errors(job.folder.path):
                 _run(job, connection)
@@ -140,10 +144,7 @@ def _run(job: Job, connection: Connection) -> None:
     if job.task.verb == "train":
         saved = complete_checkpoints(folder.checkpoints)
         resume = Resume.latest(folder.path) if saved else Resume()
-        stopped = train(experiment, lambda: folder, resume, _asking(connection))
-        # A trial may ask to stop itself. In a search it has then completed.
-        if not stopped:
-            folder.end(RunState.COMPLETED)
+        train(experiment, lambda: folder, resume, _asking(connection))
         return
     folder.forget_metrics_after(0)  # a killed process may have left its report
     folder.describe(experiment, Machine.of_this_process())
