@@ -45,7 +45,7 @@ ROOMS = {
         "find_loss_scale finder first_overflow flush found_scale gradient_recorder "
         "histogram prediction rehearsal scale_finding score"
     ),
-    "local": "checkpoint determined_form local local_reports folder",
+    "local": "checkpoint determined_form local trainer folder",
     "report": (
         "search_report master_runs figures precision_report "
         "comparison run_report sources"

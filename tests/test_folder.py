@@ -12,8 +12,6 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -64,8 +62,8 @@ def storage_in(folder, *best):
     """The checkpoints of a run of one process; those after so many batches are the best
     so far.
     """
-    reports: Any = SimpleNamespace(is_best=lambda batches: batches in best)
-    return LocalCheckpoints(core.DummyDistributedContext(), folder, reports)
+    processes = core.DummyDistributedContext()
+    return LocalCheckpoints(processes, folder, lambda batches: batches in best)
 
 
 def names_in(folder):

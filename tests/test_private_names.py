@@ -20,7 +20,7 @@ from determined.common import api
 import determined_amp
 from determined_amp.amp import torch_private
 from determined_amp.check import doctor
-from determined_amp.local import checkpoint_storage, local_reports, trainer
+from determined_amp.local import checkpoint_storage, trainer
 from determined_amp.trial import controller, determined_private
 
 LIBRARY = sorted(Path(determined_amp.__file__).parent.rglob("*.py"))
@@ -158,7 +158,7 @@ def test_private_methods_that_the_library_replaces_are_called_by_determined():
         trainer.LocalController,
         doctor.ExaminedController,
         checkpoint_storage.LocalCheckpoints,
-        local_reports.LocalReports,
+        trainer.LocalRun,
     ],
 )
 def test_no_other_class_replaces_a_private_method_of_determined(cls):

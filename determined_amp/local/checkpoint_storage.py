@@ -8,12 +8,14 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
+import operator
 import os
 import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ from pathlib import Path
 from determined import core
 from determined.common import storage
 
-from determined_amp.amp.plain_data import Values
-from determined_amp.local.local_reports import LocalReports
+from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.experiment.experiment import Searcher
 from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 
@@ -70,6 +72,30 @@ def translating_disk_errors(folder: Path) -> Iterator[None]:
         raise DiskError(f"{folder}: the run cannot go on: {error}; {_KEPT}") from error
 
 
+@dataclass
+class BestValidation:
+    """The best validation of a run, which ranks its checkpoints. The first of equal
+    ones is the best.
+    """
+
+    searcher: Searcher  # its metric decides
+    value: float | None = None
+    batches: int | None = None  # number of batches trained before it
+
+    def note(self, batches: int, metrics: Metrics) -> None:
+        """Note the validation after `batches` batches. Only a finite number counts."""
+        value = metrics.get(str(self.searcher.metric))
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return
+        is_better = operator.lt if self.searcher.smaller_is_better else operator.gt
+        if self.value is None or is_better(value, self.value):
+            self.value, self.batches = float(value), batches
+
+    def is_after(self, batches: int) -> bool:
+        """Whether it is the validation after `batches` batches."""
+        return self.batches == batches
+
+
 class LocalCheckpoints(core.DummyCheckpointContext):
     """Determined's checkpoint storage, in one folder on this machine.
 
@@ -79,7 +105,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     Args:
         distributed: The processes of this run.
         folder: The folder of the checkpoints.
-        reports: Tells which validation was the best; None if nothing is saved.
+        is_best: Whether the validation after a number of batches is the best so far;
+            None if nothing is saved.
 
     Attributes:
         finite: Whether all weights are finite. The controller sets it in every save.
@@ -89,13 +116,13 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self,
         distributed: core.DistributedContext,
         folder: Path,
-        reports: LocalReports | None,
+        is_best: Callable[[int], bool] | None,
     ) -> None:
         self._folder = folder.absolute()
         super().__init__(distributed, storage.SharedFSStorageManager(str(self._folder)))
-        self._reports = reports
+        self._is_best = is_best
         self.finite = True
-        if reports is not None:
+        if is_best is not None:
             for leftover in self._folder.glob(".batch-*"):  # of a killed process
                 shutil.rmtree(leftover, ignore_errors=True)
 
@@ -105,8 +132,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     ) -> Iterator[tuple[Path, str]]:
         """Replaces Determined's method. The loop calls it on the chief, not sharded."""
         assert metadata is not None
-        assert self._reports is not None
-        metadata["best"] = self._reports.is_best(metadata["steps_completed"])
+        assert self._is_best is not None
+        metadata["best"] = self._is_best(metadata["steps_completed"])
         name = checkpoint_name(metadata["steps_completed"])
         final, partial = self._folder / name, self._folder / f".{name}.partial"
         try:

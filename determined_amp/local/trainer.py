@@ -20,19 +20,19 @@ from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
-from determined_amp.amp.plain_data import Values
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.tensors import is_finite, numbered
 from determined_amp.amp.users_code import is_installed
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
+    BestValidation,
     LocalCheckpoints,
     Resume,
     translating_disk_errors,
 )
 from determined_amp.local.display import Display
-from determined_amp.local.local_reports import LocalReports
 from determined_amp.local.logs import Terminal, logging_to
 from determined_amp.local.open_trial import (
     around_a_trial,
@@ -40,11 +40,12 @@ from determined_amp.local.open_trial import (
     trial_context,
 )
 from determined_amp.local.processes import GoesOn, StopOnSignal, process_group
-from determined_amp.runs.folder import RunFolder, read_record
+from determined_amp.runs.folder import RunFolder, read_metrics, read_record
 from determined_amp.runs.run import RunState, changes_between
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import (
+    LocalTrainContext,
     controlled_by,
     epoch_length,
 )
@@ -54,10 +55,11 @@ from determined_amp.trial.unmodified import precision_of, trial_of_run
 logger = logging.getLogger(__name__)
 
 
-class LocalRun(LocalReports):
-    """Records a run in its folder and shows it on the terminal, in the chief process.
+class LocalRun(LocalTrainContext):
+    """Records a run in its folder and shows it on the terminal.
 
-    A resume changes nothing in the folder before its training starts, so a refused
+    Only the chief has it; the other ranks get a plain `core.DummyTrainContext`. A
+    resume changes nothing in the folder before its training starts, so a refused
     resume leaves the run as it was.
 
     Args:
@@ -67,6 +69,9 @@ class LocalRun(LocalReports):
         stop: Stops the run.
         console: The terminal.
         slots: The number of processes of the run.
+
+    Attributes:
+        best: The best validation, also of earlier processes.
     """
 
     def __init__(
@@ -89,7 +94,12 @@ class LocalRun(LocalReports):
         if not self._resumed:
             folder.forget_metrics_after(0)
             folder.describe(experiment, self._machine)
-        super().__init__(folder, experiment, resume.batches)
+        super().__init__(tensorboard_path=folder.tensorboard)
+        self.best = BestValidation(experiment.platform.searcher)
+        for line in read_metrics(folder.metrics):
+            # Later batches are trained again.
+            if line["group"] == "validation" and line["batches"] <= resume.batches:
+                self._note_validation(line["batches"], line)
 
     def begin_training(
         self, first_batch: int, total_batches: int, epoch_batches: int
@@ -112,12 +122,23 @@ class LocalRun(LocalReports):
             {"group": "start", "batches": first_batch, "epoch_batches": epoch_batches}
         )
 
-    def report(self, line: Values) -> None:
+    def take_report(self, group: str, batches: int, metrics: Metrics) -> None:
         """Record a report, show it, and ask the search whether to go on."""
+        numbers = {name: _number(value) for name, value in metrics.items()}
+        line = {**numbers, "group": group, "batches": batches}
         self._folder.append_metrics(line)
-        self._batches = line["batches"]
+        self._batches = batches
         self.display.report(line)
         self._stop.ask(line)
+        if group == "validation":
+            self._note_validation(batches, numbers)
+
+    def get_experiment_best_validation(self) -> float | None:
+        return self.best.value
+
+    def _note_validation(self, batches: int, metrics: Metrics) -> None:
+        self.last_validation = batches
+        self.best.note(batches, metrics)
 
     def __enter__(self) -> LocalRun:
         return self
@@ -268,7 +289,9 @@ def _fit(
 ) -> None:
     """Train in this process. Only the chief has a `run`, which writes the folder."""
     core_context = core.Context(
-        checkpoint=LocalCheckpoints(processes, folder.checkpoints, run),
+        checkpoint=LocalCheckpoints(
+            processes, folder.checkpoints, None if run is None else run.best.is_after
+        ),
         distributed=processes,
         preempt=stop,
         train=run or core.DummyTrainContext(folder.tensorboard),
@@ -329,3 +352,10 @@ def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
             copy = path / "code" / file.removeprefix(inside)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
+
+
+def _number(value: Any) -> Any:
+    """A plain number for a numpy scalar; text for anything that is not a number."""
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        value = value.item()
+    return value if isinstance(value, (int, float)) else str(value)

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from determined_amp.experiment.experiment import parse, read_yaml
+from determined_amp.experiment.experiment import Searcher, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.checkpoint_storage import Resume
-from determined_amp.local.local_reports import LocalReports
-from determined_amp.local.trainer import train
+from determined_amp.local.checkpoint_storage import BestValidation, Resume
+from determined_amp.local.logs import Terminal
+from determined_amp.local.trainer import LocalRun, train
 from determined_amp.runs.folder import RunFolder, complete_checkpoints
 from determined_amp.search.trial_process import _asking
 from tests import training
@@ -42,18 +42,27 @@ def test_search_is_asked_after_every_report_and_can_stop_the_run(
     assert capsys.readouterr().out == ""
 
 
-def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path, monkeypatch):
-    told = Mock()
-    reports = LocalReports(RunFolder(tmp_path), EXPERIMENT, 0)
-    monkeypatch.setattr(reports, "report", told)
+def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path):
+    stop, console = Mock(), Terminal(quiet=True)
+    run = LocalRun(EXPERIMENT, Resume(), RunFolder(tmp_path), stop, console, slots=1)
+    run.begin_training(0, 12, 6)
     for batches, value in enumerate([np.float64(0.5), math.nan, "text", 0.25, 0.75], 1):
         metrics = {"validation_loss": value, "other": -batches, "batches": 99}
-        reports._report_trial_metrics("validation", batches, metrics)
-    assert [batches for batches in range(6) if reports.is_best(batches)] == [4]
-    assert reports.get_experiment_best_validation() == 0.25
+        run._report_trial_metrics("validation", batches, metrics)
+    assert [batches for batches in range(6) if run.best.is_after(batches)] == [4]
+    assert run.get_experiment_best_validation() == 0.25
     line = {"validation_loss": 0.5, "other": -1, "group": "validation", "batches": 1}
-    assert told.call_args_list[0].args == (line,)
-    assert type(told.call_args_list[0].args[0]["validation_loss"]) is float
+    assert training.metrics(tmp_path)[0] == line
+
+
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_first_of_equal_validations_is_the_best(*, smaller_is_better):
+    """As on a master."""
+    searcher = Searcher(metric="f1", smaller_is_better=smaller_is_better)
+    best = BestValidation(searcher)
+    for batches in (1, 2, 3):
+        best.note(batches, {"f1": 0.5})
+    assert best.is_after(1)
 
 
 def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path):
