@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,18 +45,21 @@ from determined_amp.trial.determined_private import (
     train_context,
 )
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.loss_scale import score
 from determined_amp.trial.notes import note, note_on_master, show_failure, show_status
 from determined_amp.trial.unmodified import trial_of_run
 
 logger = logging.getLogger(__name__)
 
 
-def train_task(options: Namespace) -> None:
+# In the functions below, `trial` is the option `--trial`, and `words` are those of the
+# command.
+
+
+def train_task(trial: str | None, words: Sequence[str]) -> None:
     """Train the trial of this task."""
-    experiment = _experiment(options)
+    experiment = _experiment(trial)
     _ = experiment.max_length  # raises if the configuration has none
-    start_ranks(*options.words)
+    start_ranks(words)
     of_this_task = task_info().trial
     if TRIAL_SEED in of_this_task.hparams:
         of_this_task.trial_seed = experiment.seed
@@ -66,22 +68,22 @@ def train_task(options: Namespace) -> None:
         fit(trained, context)
 
 
-def score_task(options: Namespace) -> None:
+def score_task(trial: str | None, batches: int) -> None:
     """Score the loss scale of the trial of this task."""
-    experiment, batches = _experiment(options), options.batches
+    experiment = _experiment(trial)
     check_score(experiment)
     with _opened(experiment) as opened:
         report = train_context(opened.context)
-        metrics = score(opened.trial, opened.context, batches)
+        metrics = opened.score(batches)
         leave_answer(
             report, f"{metrics['steps_lost']:.3g} steps lost", batches, metrics
         )
 
 
-def find_task(options: Namespace) -> None:
+def find_task(trial: str | None, batches: int, words: Sequence[str]) -> None:
     """Find the loss scale of the trial of this task."""
-    experiment, batches = _experiment(options), options.batches
-    start_ranks(*options.words)
+    experiment = _experiment(trial)
+    start_ranks(words)
     with _opened(experiment) as opened:
         answer = opened.find(batches)
         if opened.context.distributed.rank == 0:
@@ -89,17 +91,17 @@ def find_task(options: Namespace) -> None:
             print(answer)  # last, because the log also contains the reports
 
 
-def check_task(options: Namespace) -> None:
+def check_task(trial: str | None, *, as_json: bool) -> None:
     """Examine the trial of this task. The findings end the log, and the number of
     faults is a metric.
     """
     with task_without_trial() as (config, core_context):
-        experiment = experiment_in(config, "experiment", trial=options.trial)
+        experiment = experiment_in(config, "experiment", trial=trial)
         findings = examine(experiment, print)
         faults = len(findings.faults)
         status = f"{faults} fault{'s' * (faults != 1)}"
         leave_answer(core_context.train, status, 1, {"faults": faults}, faults=faults)
-    print(findings.to_json() if options.json else findings)
+    print(findings.to_json() if as_json else findings)
 
 
 @contextmanager
@@ -141,7 +143,7 @@ def _has_several_slots(info: det.ClusterInfo) -> bool:
     return len(info.slot_ids) > 1 or len(info.container_addrs) > 1
 
 
-def start_ranks(*command: str) -> None:
+def start_ranks(command: Sequence[str]) -> None:
     """In a task of several slots, replace this process by Determined's launcher.
 
     The launcher starts `command` for every slot; in a process that it started, this
@@ -162,13 +164,13 @@ def task_info() -> det.ClusterInfo:
     return info
 
 
-def _experiment(options: Namespace) -> Experiment:
+def _experiment(trial: str | None) -> Experiment:
     """The experiment of a trial on a cluster, with its sampled hyperparameters."""
     info = task_info()
     return parse(
         task_configuration(info),
         "experiment",
-        trial=options.trial,
+        trial=trial,
         hyperparameters=info.trial.hparams,
     )
 

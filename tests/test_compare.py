@@ -10,7 +10,6 @@ import io
 import json
 import math
 import shutil
-from argparse import Namespace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -22,7 +21,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
 from determined_amp.compare import comparison_task, pilots, plan, runs
-from determined_amp.compare.comparable import LEAST_BATCHES
+from determined_amp.compare.comparable import LEAST_BATCHES, ComparisonRequest
 from determined_amp.compare.comparison_task import compare_on_cluster
 from determined_amp.compare.pilots import (
     FINDER_BATCHES,
@@ -245,14 +244,14 @@ def on_cluster(tmp_path, monkeypatch):
     return start_task(monkeypatch, tmp_path, config, hparams)
 
 
-OPTIONS = Namespace(trial=None, seeds=1, precisions=[*Precision], batches=None)
+ASKED = ComparisonRequest([*Precision], 1, None, 3, [])
 
 
 @pytest.mark.usefixtures("on_cluster")
 def test_task_of_several_slots_is_refused():
     det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
     with pytest.raises(UserError, match="slots_per_trial: got 2; allowed: 1"):
-        compare_on_cluster(OPTIONS)
+        compare_on_cluster(None, ASKED)
 
 
 @pytest.mark.usefixtures("on_cluster")
@@ -260,7 +259,7 @@ def test_task_without_a_batch_size_is_refused_before_its_pilots():
     info: Any = det.get_cluster_info()
     del info.trial.hparams["global_batch_size"]
     with pytest.raises(UserError, match=r"hyperparameters\.global_batch_size: missing"):
-        compare_on_cluster(OPTIONS)
+        compare_on_cluster(None, ASKED)
 
 
 def test_task_leaves_its_answer_on_the_master(on_cluster, tmp_path, monkeypatch):
@@ -270,7 +269,7 @@ def test_task_leaves_its_answer_on_the_master(on_cluster, tmp_path, monkeypatch)
     comparison = compare_runs([source])
     compared = Mock(return_value=ComparisonEnd(tmp_path, comparison))
     monkeypatch.setattr(comparison_task, "compare", compared)
-    compare_on_cluster(OPTIONS)
+    compare_on_cluster(None, ASKED)
     assert on_cluster.reports["validation"] == [(100, {"speed": 2.0})]
     noted = {"precision": "amp_bf16", "verdict": "cannot tell yet", "speed": 2.0}
     assert on_cluster.metadata.items() >= noted.items()
@@ -288,7 +287,7 @@ def test_task_that_can_train_only_fp32_leaves_that_answer_as_its_page(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "run_pilots", pilots_of_one)
     master = start_task(monkeypatch, tmp_path, PLAIN, PLAIN["hyperparameters"])
-    compare_on_cluster(OPTIONS)
+    compare_on_cluster(None, ASKED)
     (page,) = tmp_path.glob("checkpoints/*/precision.md")
     assert (
         page.read_text() == f"# {runs.ONLY_FP32}\n\n* amp_bf16: it is emulated here\n"
@@ -306,10 +305,8 @@ def test_task_that_was_paused_after_its_answer_ends(tmp_path, monkeypatch):
     master = start_task(monkeypatch, tmp_path, PLAIN, PLAIN["hyperparameters"])
     info: Any = det.get_cluster_info()
     info.trial.experiment_id = 7
-    options = Namespace(
-        trial=None, precisions=[*Precision], seeds=1, batches=24, minutes=20, words=[]
-    )
-    compare_on_cluster(options)
+    asked = ComparisonRequest([*Precision], 1, 24, 20, [])
+    compare_on_cluster(None, asked)
     (answer,) = tmp_path.glob("checkpoints/*")
     files = {path.name for path in answer.iterdir()}
     assert {"precision.png", "precision.md", "precision.json"} <= files
@@ -319,7 +316,7 @@ def test_task_that_was_paused_after_its_answer_ends(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "runs")  # with its container
     info.latest_checkpoint = answer.name
     monkeypatch.setattr(comparison_task, "compare", Mock(side_effect=AssertionError))
-    compare_on_cluster(options)
+    compare_on_cluster(None, asked)
     assert len(master.reports["validation"]) == 1
     assert len([*tmp_path.glob("checkpoints/*")]) == 1
 
@@ -347,8 +344,8 @@ def test_plan_is_no_longer_than_the_experiment(window, length, batches):
         aggregation_frequency=window,
         training=SimpleNamespace(max_length=length and Length(**length)),
     )
-    options: Any = SimpleNamespace(seeds=3, batches=None, minutes=3)
-    made = plan.plan_of(results, experiment, options)
+    asked = ComparisonRequest(precisions, 3, None, 3, [])
+    made = plan.plan_of(results, experiment, asked)
     assert made.batches == batches
     assert made.reporting_period % window == 0
     assert made.seconds == pytest.approx(6 + 0.06 * made.batches)

@@ -101,7 +101,7 @@ def test_commands_of_several_slots_are_started_by_the_launcher(
         monkeypatch.setenv("RANK", rank)
     task: Any = SimpleNamespace(slot_ids=[0] * slots, container_addrs=["a"] * nodes)
     monkeypatch.setattr(cluster, "task_info", lambda: task)
-    cluster.start_ranks("train", "--trial", "model:Trial")
+    cluster.start_ranks(["train", "--trial", "model:Trial"])
     launcher = (sys.executable, "-m", "determined.launch.torch_distributed")
     ours = (sys.executable, "-m", "determined_amp", "train", "--trial", "model:Trial")
     is_launched = slots * nodes > 1 and rank is None

@@ -104,7 +104,7 @@ def _check(options: Namespace) -> int:
         start_server("determined_amp.check.doctor")
         from determined_amp.cluster import check_task  # noqa: PLC0415  # torch
 
-        check_task(options)
+        check_task(options.trial, as_json=options.json)
         return 0
     if options.explain is not None:
         print(_explained(options.explain))

@@ -28,7 +28,11 @@ from determined_amp.cli.options import (
     at_least,
     experiment_of,
 )
-from determined_amp.compare.comparable import LEAST_BATCHES, check_comparable
+from determined_amp.compare.comparable import (
+    LEAST_BATCHES,
+    ComparisonRequest,
+    check_comparable,
+)
 from determined_amp.experiment.failures import is_task
 from determined_amp.search.server import start_server
 
@@ -38,6 +42,8 @@ def add_compare(add_parser: AddParser) -> None:
     text = "train in every precision in turn, and say which one to use"
     parser = add_command(add_parser, "compare", text, _compare)
     add_trial_options(parser, precision=False)
+    # The precision of the YAML is ignored.
+    parser.set_defaults(precision=Precision.FP32.value)
     parser.add_argument(
         "--precisions",
         choices=PRECISIONS,
@@ -76,20 +82,21 @@ def _compare(options: Namespace) -> int:
         raise UserError(
             f"--precisions: got {names}; allowed: fp32, and what to compare with it"
         )
-    options.precisions = chosen
+    request = ComparisonRequest(
+        chosen, options.seeds, options.batches, options.minutes, options.words
+    )
     # The imports below come after the server starts, so that this process and the
     # server import torch at the same time. It takes seconds.
     if is_task():
         start_server()
         from determined_amp.compare.comparison_task import compare_on_cluster  # noqa: PLC0415
 
-        compare_on_cluster(options)
+        compare_on_cluster(options.trial, request)
         return 0
-    options.precision = Precision.FP32.value  # the precision of the YAML is ignored
     experiment = experiment_of(options)
-    check_comparable(experiment, options.batches)
+    check_comparable(experiment, request.batches)
     start_server()
     from determined_amp.compare.runs import compare  # noqa: PLC0415
 
-    end = compare(experiment, options)
+    end = compare(experiment, request)
     return INTERRUPTED if end.is_interrupted else 0

@@ -53,7 +53,7 @@ def _find(options: Namespace) -> int:
     if is_task():
         from determined_amp.cluster import find_task  # noqa: PLC0415
 
-        find_task(options)
+        find_task(options.trial, options.batches, options.words)
         return 0
     target = options.json
     # Check the file before the work. Its suffix makes sure that no YAML is replaced.

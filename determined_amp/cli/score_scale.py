@@ -34,17 +34,16 @@ def _score(options: Namespace) -> int:
     if is_task():
         from determined_amp.cluster import score_task  # noqa: PLC0415  # torch
 
-        score_task(options)
+        score_task(options.trial, options.batches)
         return 0
     from determined_amp.experiment.score_check import check_score  # noqa: PLC0415
 
     experiment = experiment_of(options)
     check_score(experiment)
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415  # torch: seconds
-    from determined_amp.trial.loss_scale import score  # noqa: PLC0415
 
     with open_trial(experiment) as opened:
-        metrics = score(opened.trial, opened.context, options.batches)
+        metrics = opened.score(options.batches)
     for name, value in metrics.items():
         print(f"{name:24} {value:.6g}")
     return 0

@@ -49,7 +49,7 @@ def _train(options: Namespace) -> int:
     if is_task():
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
 
-        train_task(options)
+        train_task(options.trial, options.words)
         return 0
     if not (options.config or options.resume):
         options.parser.error("give an experiment YAML, or --resume RUN_FOLDER")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import Problem, Problems
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.failures import MISSING_BATCH_SIZE
 
 if TYPE_CHECKING:
@@ -13,6 +16,17 @@ if TYPE_CHECKING:
 
 # The first ten batches of a process report no speed, so a shorter run may have none.
 LEAST_BATCHES = 20
+
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """What the user asks of a comparison."""
+
+    precisions: Sequence[Precision]
+    seeds: int  # number of runs in each precision
+    batches: int | None  # length of each run; None: as many as fit into the time
+    minutes: int  # time for all runs
+    words: Sequence[str]  # what was typed behind the name of the program
 
 
 def check_comparable(experiment: Experiment, batches: int | None) -> None:

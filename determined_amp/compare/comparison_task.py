@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
 
 from determined import core
 
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_info, task_without_trial
-from determined_amp.compare.comparable import LEAST_BATCHES, check_comparable
+from determined_amp.compare.comparable import (
+    LEAST_BATCHES,
+    ComparisonRequest,
+    check_comparable,
+)
 from determined_amp.compare.runs import ONLY_FP32, ComparisonEnd, compare
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.report.answer import answer_of
 
 
-def compare_on_cluster(options: Namespace) -> None:
+def compare_on_cluster(trial: str | None, request: ComparisonRequest) -> None:
     """Run the comparison as a cluster task. Its log, metrics and checkpoint have the
     answer.
 
-    A pause takes effect after the answer. If the task is then activated, it ends.
+    `trial` is the option `--trial`. A pause takes effect after the answer. If the task
+    is then activated, it ends.
 
     Raises:
         UserError: see `compare`.
@@ -31,9 +35,9 @@ def compare_on_cluster(options: Namespace) -> None:
             print("nothing is left to do: the answer is in the checkpoint")
             return
         in_fp32 = in_precision(config, Precision.FP32.value)
-        experiment = experiment_in(in_fp32, "experiment", trial=options.trial)
-        check_comparable(experiment, options.batches)
-        _leave(core_context, compare(experiment, options))
+        experiment = experiment_in(in_fp32, "experiment", trial=trial)
+        check_comparable(experiment, request.batches)
+        _leave(core_context, compare(experiment, request))
 
 
 def _leave(core_context: core.Context, end: ComparisonEnd) -> None:

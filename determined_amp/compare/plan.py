@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from determined_amp.amp.settings import Precision
-from determined_amp.compare.comparable import LEAST_BATCHES
+from determined_amp.compare.comparable import LEAST_BATCHES, ComparisonRequest
 from determined_amp.compare.pilots import PilotResults
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.report.precision_runs import counted
@@ -47,7 +46,7 @@ class ComparisonPlan:
 
 
 def plan_of(
-    results: PilotResults, experiment: Experiment, options: Namespace
+    results: PilotResults, experiment: Experiment, request: ComparisonRequest
 ) -> ComparisonPlan:
     """Plan runs of `--batches`, or of as many batches as fit into `--minutes`.
 
@@ -55,11 +54,11 @@ def plan_of(
     more: shorter runs report no speed.
     """
     pilots = results.pilots.values()
-    per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
-    overhead = options.seeds * sum(pilot.overhead for pilot in pilots)
+    per_batch = request.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
+    overhead = request.seeds * sum(pilot.overhead for pilot in pilots)
     window = experiment.aggregation_frequency
-    allowed = 60.0 * options.minutes
-    if options.batches is None:
+    allowed = 60.0 * request.minutes
+    if request.batches is None:
         wanted = (allowed / _RESERVE - overhead) / per_batch
         own = experiment.training.max_length
         epoch = results.pilots[Precision.FP32].epoch_batches
@@ -67,12 +66,12 @@ def plan_of(
             wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may end there
         wanted = max(wanted, LEAST_BATCHES)
     else:
-        wanted = options.batches
+        wanted = request.batches
     period = max(int(wanted) // _REPORTS // window, 1) * window
     least = math.ceil(LEAST_BATCHES / period)
-    batches = options.batches or max(int(wanted) // period, least) * period
+    batches = request.batches or max(int(wanted) // period, least) * period
     seconds = overhead + batches * per_batch
-    return ComparisonPlan(batches, period, options.seeds, seconds, allowed)
+    return ComparisonPlan(batches, period, request.seeds, seconds, allowed)
 
 
 def plan_lines(results: PilotResults, plan: ComparisonPlan) -> Iterator[str]:

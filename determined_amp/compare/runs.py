@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import determined as det
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import Precision
+from determined_amp.compare.comparable import ComparisonRequest
 from determined_amp.compare.pilots import (
     TOO_SLOW,
     PilotResults,
@@ -53,13 +53,12 @@ class ComparisonEnd:
     is_interrupted: bool = False  # whether a signal stopped it
 
 
-def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
+def compare(experiment: Experiment, request: ComparisonRequest) -> ComparisonEnd:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
         experiment: The experiment of the trial, in fp32; see `check_comparable`.
-        options: `precisions`, `seeds`, `batches`, `minutes`, and the `words` that were
-            typed.
+        request: What the user asks.
 
     Raises:
         UserError: if the trial cannot be trained in fp32.
@@ -67,20 +66,20 @@ def compare(experiment: Experiment, options: Namespace) -> ComparisonEnd:
     experiment = experiment.with_trial()
     # A search is checked more strictly than a run. Name its mistakes before the pilots.
     window = experiment.aggregation_frequency
-    shortest = ComparisonPlan(window, window, options.seeds)
-    SearchPlan(search_over(experiment, options.precisions, shortest), experiment.source)
+    shortest = ComparisonPlan(window, window, request.seeds)
+    SearchPlan(search_over(experiment, request.precisions, shortest), experiment.source)
     folder = fresh_folder(f"compare-{experiment.name}")
     results = PilotResults()
     try:
-        run_pilots(experiment, options.precisions, results, folder / "pilots")
+        run_pilots(experiment, request.precisions, results, folder / "pilots")
     finally:  # after Ctrl-C, too
         print(results)
     if len(results.pilots) < 2:
         return _only_fp32(folder, results)
-    plan = plan_of(results, experiment, options)
+    plan = plan_of(results, experiment, request)
     print("\n".join(plan_lines(results, plan)), flush=True)
     program = "python3 -m determined_amp" if is_task() else "det-amp"
-    command = f"{program} {shlex.join(options.words)}"
+    command = f"{program} {shlex.join(request.words)}"
     write_remarks(folder, results.reasons, results.notes, command)
     if results.scale is not None and Precision.AMP_FP16 in results.pilots:
         found = results.scale["yaml"].items()

@@ -18,6 +18,7 @@ import torch
 from determined import core, pytorch
 
 from determined_amp.amp.errors import Problems, UserError
+from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.rehearse.precision_audit import (
     Audit,
     AuditError,
@@ -35,7 +36,7 @@ from determined_amp.trial.determined_private import (
     amp_of,
     average_by_default,
 )
-from determined_amp.trial.loss_scale import find_in_trial, in_training
+from determined_amp.trial.loss_scale import find_in_trial, in_training, score
 from determined_amp.trial.unmodified import trial_of
 
 
@@ -125,6 +126,10 @@ class OpenTrial:
             batches,
             latest_checkpoint=self.latest_checkpoint,
         )
+
+    def score(self, batches: int) -> Metrics:
+        """Score the loss scale on `batches` batches."""
+        return score(self.trial, self.context, batches)
 
 
 @contextmanager

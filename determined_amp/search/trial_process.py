@@ -38,7 +38,6 @@ from determined_amp.runs.folder import (
 )
 from determined_amp.runs.run import Run, RunState
 from determined_amp.trial.determined_private import leave_the_cluster
-from determined_amp.trial.loss_scale import score
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -154,7 +153,7 @@ def _run(job: Job, connection: Connection) -> None:
             answer = opened.find(job.task.batches)
             (folder.path / FILE_NAME).write_text(answer.json_text())
         else:
-            metrics = score(opened.trial, opened.context, job.task.batches)
+            metrics = opened.score(job.task.batches)
             line = {"group": "validation", **metrics, "batches": job.task.batches}
             folder.append_metrics(line)
     folder.end(RunState.COMPLETED)
