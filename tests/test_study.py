@@ -72,6 +72,12 @@ def test_database_on_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     assert next_trial(study_in(tmp_path)[0], three_scales()).number == 0
 
 
+def test_closed_pipe_is_not_blamed_on_the_files_of_a_search(tmp_path):
+    """The door ends the program then, without a word."""
+    with pytest.raises(BrokenPipeError), storing(tmp_path):
+        raise BrokenPipeError
+
+
 def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path):
     largest = "searcher.smaller_is_better=false"
     config = searching.load("loss_scale_asha.yaml", *searching.SHORT_ASHA, largest)

@@ -59,12 +59,14 @@ def next_trial(study: optuna.Study, plan: SearchPlan) -> optuna.Trial:
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
     """Inside this block, raise a `UserError` if a file of the search cannot be read or
-    written.
+    written. A closed pipe of the terminal is none of its files.
 
     Trials that have not ended stay open, and continue when the search is resumed.
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (OSError, OptunaError, SQLAlchemyError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # SQLite's own error omits the statement
