@@ -10,6 +10,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report.master_runs import fetch_comparison, read_experiment
+from tests.precisions import write_run
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, scored
 
@@ -84,6 +85,17 @@ def test_report_of_a_comparison_is_fetched_and_shown(tmp_path, capsys):
         assert capsys.readouterr().out.startswith("use amp_bf16 here")
     (page,) = out.iterdir()
     assert (page.name, page.read_text()) == ("precision.md", "use amp_bf16 here")
+
+
+@pytest.mark.parametrize("words", ["7 here", "7 --metric f1", "7 --margin 0.1"])
+@pytest.mark.usefixtures("compared")
+def test_report_of_a_comparison_is_no_other_report(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "here", "fp32", 1)
+    with pytest.raises(
+        UserError, match=r"experiment 7 ran compare.* det-amp report 7,"
+    ):
+        door.run(["report", *words.split()])
 
 
 def test_comparison_without_an_answer_is_a_sentence(compared, tmp_path):

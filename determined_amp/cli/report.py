@@ -94,6 +94,12 @@ def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written
     search = searches[0]
     task = Task.of(search.config.get("entrypoint"), [])
     if is_experiment(first) and task.verb == "compare":
+        if len(sources) > 1 or options.metric or options.margin:
+            raise UserError(
+                f"experiment {first} ran compare, which has written its report; "
+                f"allowed: det-amp report {first}, without other sources, --metric and "
+                "--margin"
+            )
         return fetch_comparison(int(first), folder)
     if compares or search.compares:
         comparison = compare_runs(searches, options.metric, options.margin)
