@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 from determined_amp import __version__
 from determined_amp.amp.errors import UserError
@@ -109,9 +110,10 @@ def run(words: Sequence[str]) -> int:
 
 def _parted(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Part the words of a command from the arguments of the script that it checks."""
-    for at, word in enumerate(words, 1):
-        is_file = word.endswith((".py", ".yaml", ".yml"))
-        if is_file and words[0] == "check" and not re.search("^-|=", word):
+    for at, (before, word) in enumerate(pairwise(words), 2):
+        is_value = before.startswith("--c")  # of `--config`
+        is_file = word.endswith((".py", ".yaml", ".yml")) and word[0] != "-"
+        if words[0] == "check" and is_file and not is_value:
             own = at if word.endswith(".py") else len(words)
             return words[:own], words[own:]
     return words, []

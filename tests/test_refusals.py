@@ -139,6 +139,8 @@ SAID_AT_ONCE = {
     "train plan.yaml": ["; did you mean plain.yaml?"],
     "train sub.yaml": ["sub.yaml: cannot be read: No such file or directory\n"],
     "audit deeper.yaml": ["; did you mean empty/deeper.yaml?"],
+    "check lr=0.1/train.py --epochs 3": ["lr=0.1/train.py: no such file"],
+    "check --config a=b.py plain.yaml --minutes 3": ["are for a SCRIPT.py"],
     "check half_writen.py": ["; did you mean half_written.py?"],
     f"train {'a' * 300}.yaml": ["File name too long"],
     f"search {GRID} --config searcher.name=grdi": ["got grdi; did you mean grid?"],
