@@ -256,7 +256,7 @@ def read_record(folder: Path) -> Run:
         )
         values = {**record, "state": RunState(record["state"]), "parts": tuple(parts)}
         return Run(str(folder), **values)
-    except Exception as error:  # the file may contain anything
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{folder}: is not a run folder that this version reads: {RUN_FILE}: "
             f"{type(error).__name__} {one_line(error)}; allowed: what `det-amp "
