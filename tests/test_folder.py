@@ -4,7 +4,6 @@ was.
 
 from __future__ import annotations
 
-import errno
 import json
 import pickle
 import shutil
@@ -25,7 +24,6 @@ from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     Resume,
-    is_of_the_machine,
     read_metadata,
 )
 from determined_amp.local.trainer import _copy_user_code, _not_finite
@@ -222,9 +220,9 @@ def test_full_disk_during_a_checkpoint_leaves_the_one_before(tmp_path, refusal):
     longer = ["--config", "hyperparameters.training.max_length.batches=16"]
     with training.no_file_larger_than(size - 10_000):
         message = refusal("train", "--resume", str(tmp_path), *longer)
-    assert "batch-00000016: could not be saved" in message
+    assert "could not be saved (is the disk full?)" in message
+    assert "batch-00000016" in message
     assert "intact" in message
-    assert training.end(tmp_path)[0] == "stopped"  # so a search leaves the trial open
     assert names_in(checkpoints)[-1] == "batch-00000012"
     assert not list(checkpoints.glob(".*"))
     assert same_bits(training.checkpoint(tmp_path, 12), before)
@@ -235,7 +233,6 @@ def test_full_disk_during_a_checkpoint_leaves_the_one_before(tmp_path, refusal):
 @pytest.mark.parametrize(
     ("there", "folder", "words"),
     [
-        ("log.txt/", ".", "Is a directory: "),
         ("file", "file", "cannot make the folder "),
         ("file", "file/below", "cannot make the folder "),
         ("file", "x" * 300, "cannot make the folder "),
@@ -247,13 +244,10 @@ def test_full_disk_during_a_checkpoint_leaves_the_one_before(tmp_path, refusal):
 def test_folder_that_no_run_can_use_is_a_sentence(
     there, folder, words, tmp_path, refusal
 ):
-    if there.endswith("/"):
-        (tmp_path / there).mkdir()
-    else:
-        (tmp_path / there).write_text("mine")
+    (tmp_path / there).write_text("mine")
     arguments = training.arguments("mlp/bf16.yaml")
     assert words in refusal("train", *arguments, "--run-folder", str(tmp_path / folder))
-    assert there.endswith("/") or (tmp_path / there).read_text() == "mine"
+    assert (tmp_path / there).read_text() == "mine"
 
 
 def test_folder_of_a_run_that_was_killed_before_its_first_checkpoint_is_taken(tmp_path):
@@ -273,24 +267,6 @@ class TestFilesTogether:
         with training.no_file_larger_than(1000), named:
             write_together({tmp_path / "a": b"x" * 10_000})
         assert not list(tmp_path.iterdir())
-
-
-class TestErrorOfAFile:
-    """An error of a file is the machine's in the run folder, and the trial's
-    elsewhere.
-    """
-
-    def test_error_without_a_path_is_known_by_its_number(self, tmp_path):
-        """The error of a write to an open file has no name in it."""
-        with (
-            pytest.raises(OSError, match="No space left") as full,
-            open("/dev/full", "w") as file,
-        ):
-            file.write("x" * 100_000)
-        assert is_of_the_machine(full.value, tmp_path)
-        assert not is_of_the_machine(
-            BrokenPipeError(errno.EPIPE, "no reader"), tmp_path
-        )
 
 
 def test_second_process_is_told_which_one_writes(tmp_path):

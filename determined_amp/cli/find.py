@@ -11,10 +11,11 @@ It can be the entrypoint of an experiment on a cluster, with the options `--tria
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 
-from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.cli.options import (
     AddParser,
     add_batches_option,
@@ -57,8 +58,11 @@ def _find(options: Namespace) -> int:
         return 0
     target = options.json
     # Check the file before the work. Its suffix makes sure that no YAML is replaced.
-    if target and (target.suffix != ".json" or not target.parent.is_dir()):
-        text = f"got {target}; allowed: a name in .json, in a folder that exists"
+    if target and (target.suffix != ".json" or not os.access(target.parent, os.W_OK)):
+        text = (
+            f"got {target}; allowed: a name in .json, in a folder that exists and can "
+            "be written"
+        )
         raise ConfigError("--json", [text])
     experiment = experiment_of(options)
     # This imports torch, which takes seconds.
@@ -68,10 +72,5 @@ def _find(options: Namespace) -> int:
         answer = opened.find(options.batches)
     print(answer)
     if target:
-        try:
-            write_whole(target, answer.json_text())
-        except OSError as error:
-            raise UserError(
-                f"the answer cannot be written: {error}; allowed: another file"
-            ) from error
+        write_whole(target, answer.json_text())
     return 0

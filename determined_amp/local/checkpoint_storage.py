@@ -34,42 +34,26 @@ logger = logging.getLogger(__name__)
 # The file with the counts of Determined's loop, and the metadata key of its checksum.
 _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
 
-# Errors of a disk that can concern any file.
+# The errors of a disk that is full or broken, whichever file they are about.
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-
-# What to do after an error of a disk.
-_KEPT = "fix this, then continue with --resume: the checkpoints it may have are intact"
 
 
 class DiskError(CheckpointError):
-    """A file of a run could not be read or written, so another trial would fail,
-    too.
-    """
-
-
-def is_of_the_machine(error: OSError, folder: Path) -> bool:
-    """Whether an error is about a file of the run in `folder`, and no fault of the
-    trial.
-
-    An error on an open file names no file. Then an error of the disk, such as a full
-    one, counts as an error on a file of the run.
-    """
-    if isinstance(error.filename, str):
-        return Path(error.filename).absolute().is_relative_to(folder.absolute())
-    return error.errno in _OF_A_DISK
+    """The disk is full or broken, so another trial would fail, too."""
 
 
 @contextmanager
 def translating_disk_errors(folder: Path) -> Iterator[None]:
-    """Raise a `DiskError` if a file of the run in `folder` cannot be read or
-    written.
-    """
+    """Raise a `DiskError` if a disk is full or broken during the run in `folder`."""
     try:
         yield
     except OSError as error:
-        if not is_of_the_machine(error, folder):
+        if error.errno not in _OF_A_DISK:
             raise
-        raise DiskError(f"{folder}: the run cannot go on: {error}; {_KEPT}") from error
+        raise DiskError(
+            f"{folder}: the run cannot go on: {error}; fix this, then continue with "
+            "--resume: the checkpoints it may have are intact"
+        ) from error
 
 
 @dataclass
@@ -144,11 +128,10 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             _complete(partial, metadata)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if not _is_of_the_disk(error):
+            if not _is_of_the_writer(error):
                 raise
-            full = "" if isinstance(error, OSError) else " (is the disk full?)"
-            told = f"{final}: could not be saved{full}: {error}; {_KEPT}"
-            raise DiskError(told) from error
+            told = f"could not be saved (is the disk full?): {error}"
+            raise OSError(errno.ENOSPC, told, str(final)) from error
         # A resume has passed over a checkpoint of this name, so no resume needs it.
         replaced = self._folder / f".{name}.replaced"
         if final.exists():
@@ -268,14 +251,12 @@ class Resume:
         )
 
 
-def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a save failed because of the disk. torch's writer raises a RuntimeError
-    for that.
-    """
+def _is_of_the_writer(error: BaseException) -> bool:
+    """Whether torch could not write the weights. It says nothing of a disk then."""
     of_torch = isinstance(error, RuntimeError) and re.search(
         "inline_container|iostream", str(error)
     )
-    return bool(of_torch) or isinstance(error, (OSError, zipfile.BadZipFile))
+    return bool(of_torch) or isinstance(error, zipfile.BadZipFile)
 
 
 def _sync(path: Path) -> None:
