@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ from determined_amp.cli.report import add_report
 from determined_amp.cli.score_scale import add_score
 from determined_amp.cli.search import add_search
 from determined_amp.cli.train import add_train
-from determined_amp.experiment.failures import is_task, print_failure
+from determined_amp.experiment.failures import OF_A_DISK, is_task, print_failure
 
 # Each function adds a command with its options. A command imports its code, and torch,
 # only when it runs.
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in OF_A_DISK:
             raise
         file = error.filename or "standard output"
         print_failure(UserError(f"{file} cannot be written: {error.strerror}"))

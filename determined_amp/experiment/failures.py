@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -32,6 +33,9 @@ MISSING_BATCH_SIZE = Problem(
 
 # Determined's message if a trial asks its context for a batch size that is not set.
 _NO_BATCH_SIZE = "batch_size is undefined in this Trial"
+
+# The errors of a disk that is full or broken, whichever file they are about.
+OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 # Torch's names of 16-bit dtypes in its messages; `scatter` has a message of its own.
 _IN_16_BITS = re.compile(

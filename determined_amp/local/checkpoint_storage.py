@@ -26,6 +26,7 @@ from determined.common import storage
 
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.experiment.experiment import Searcher
+from determined_amp.experiment.failures import OF_A_DISK
 from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 
@@ -33,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 # The file with the counts of Determined's loop, and the metadata key of its checksum.
 _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
-
-# The errors of a disk that is full or broken, whichever file they are about.
-_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class DiskError(CheckpointError):
@@ -48,7 +46,7 @@ def translating_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _OF_A_DISK:
+        if error.errno not in OF_A_DISK:
             raise
         raise DiskError(
             f"{folder}: the run cannot go on: {error}; fix this, then continue with "
