@@ -110,11 +110,10 @@ def run(words: Sequence[str]) -> int:
 def _parted(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Part the words of a command from the arguments of the script that it checks."""
     for at, (before, word) in enumerate(pairwise(words), 2):
+        is_script = word.endswith(".py") and word[0] != "-"
         is_value = before.startswith("--c")  # of `--config`
-        is_file = word.endswith((".py", ".yaml", ".yml")) and word[0] != "-"
-        if words[0] == "check" and is_file and not is_value:
-            own = at if word.endswith(".py") else len(words)
-            return words[:own], words[own:]
+        if words[0] == "check" and is_script and not is_value:
+            return words[:at], words[at:]
     return words, []
 
 

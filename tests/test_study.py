@@ -116,7 +116,7 @@ class TestTrials:
         *processes,
         metric="loss_scale_score",
         workers=1,
-        time_limit=math.inf,
+        time_limit=0.0,
     ):
         """The loop of a search whose processes send these messages, in their
         order.

@@ -74,9 +74,10 @@ class Display:
         group, batches = line["group"], line["batches"]
         self._progress.update(self._task, completed=batches)
         numbers = {n: v for n, v in line.items() if isinstance(v, (int, float))}
-        ours = [name for name in _SHOWN if name in numbers]
         own = [n for n in numbers if n not in _OURS and not n.startswith(_EXPLAIN)]
-        shown = [_SHOWN[name].format(numbers[name]) for name in ours]
+        shown = [
+            _SHOWN[name].format(numbers[name]) for name in _SHOWN if name in numbers
+        ]
         shown += [f"{name} {numbers[name]:.4g}" for name in own[:_MOST_OTHERS]]
         self._say(f"{group[:5]} {batches:>6}  " + "  ".join(shown))
 

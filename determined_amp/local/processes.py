@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -101,9 +101,11 @@ def _backend() -> str:
 
 
 @contextmanager
-def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM inside this block; only in the main thread."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+def on_stop_signals(
+    handler: Callable[[int, FrameType | None], None],
+    numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
+) -> Iterator[None]:
+    """Handle some signals inside this block; only in the main thread."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

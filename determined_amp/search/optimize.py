@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
+import signal
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import optuna
@@ -37,9 +38,6 @@ from determined_amp.search.trial_process import Job, TrialProcess
 # When the time is up, a trial has this many seconds to save a checkpoint. Then it is
 # killed.
 GRACE = 15.0
-
-# Longest single wait for a report, in seconds. Systems limit a wait to some days.
-_LONGEST_WAIT = 3600.0
 
 # What `run_comparison` returns after a signal.
 BY_A_SIGNAL = "when it was interrupted"
@@ -116,17 +114,24 @@ def _optimize(
     folder: Path,
     plan: SearchPlan,
     workers: int,
-    time_limit: float = math.inf,
+    time_limit: float = 0.0,
 ) -> SearchLoop:
-    """Run those trials of a search that have not ended."""
+    """Run those trials of a search that have not ended. A limit of 0 is none."""
     with lock(folder, "this search"), storing(folder):
         # With several workers, the speeds of the trials do not count.
         if workers > workers_of(plan.search):
             plan.search = write_config(folder, plan.search, workers)
         study, waiting = open_study(folder, plan)
         loop = SearchLoop(plan, folder, study, workers)
-        with on_stop_signals(lambda number, frame: loop.stop()):
-            loop.run(waiting, time_limit)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+        with on_stop_signals(loop.on_signal, numbers):
+            # The first alarm stops the trials, and the second one kills them. Systems
+            # limit a timer to some hundred years.
+            signal.setitimer(signal.ITIMER_REAL, min(time_limit, 1e9), GRACE)
+            try:
+                loop.run(waiting)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
     return loop
 
 
@@ -134,8 +139,8 @@ def _optimize(
 class SearchLoop:
     """Runs the trials of a study, each in a process of its own.
 
-    The first SIGINT or SIGTERM stops every trial at its next report, with a checkpoint;
-    a second one ends them at once.
+    The first SIGINT, SIGTERM or SIGALRM stops every trial at its next report, with a
+    checkpoint; a second one ends them at once.
     """
 
     plan: SearchPlan
@@ -156,30 +161,33 @@ class SearchLoop:
         """Whether a signal, the time limit or a fault asked to stop."""
         return self.stop_requests > 0
 
-    def run(self, waiting: int, seconds: float) -> None:
-        """Run the waiting trials.
-
-        Args:
-            waiting: Number of trials that wait.
-            seconds: After this time the trials are stopped, and `GRACE` later killed.
+    def run(self, waiting: int) -> None:
+        """Run the trials that wait, as many as `waiting` says.
 
         Raises:
             Exception: the fault that stopped the search, such as a full disk.
         """
-        ends = [time.monotonic() + seconds + grace for grace in (0.0, GRACE)]
         fault: Exception | None = None
         while self.running or (waiting and not self.stopping):
             try:
                 while waiting and self.slots and not self.stopping:
                     waiting -= 1
                     self._start(next_trial(self.study, self.plan))
-                self._listen(ends)
+                if self.running:  # else no report would end the wait
+                    for connection in wait([*self.running]):
+                        self._answer(connection)
             except Exception as error:  # a fault of a file, not of a trial
                 fault = fault or error
                 if not self.stopping:
                     self.stop()
         if fault is not None:
             raise fault
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Stop the trials, because of a signal or the time limit."""
+        if number == signal.SIGALRM and not self.stopping:
+            self.time_is_up = True
+        self.stop()
 
     def stop(self) -> None:
         """Stop the trials at their next report. A second call kills them."""
@@ -190,18 +198,6 @@ class SearchLoop:
                 running.process.terminate()
             else:
                 running.process.kill()
-
-    def _listen(self, ends: list[float]) -> None:
-        """Answer the trials that have reported, and stop all when the time is up."""
-        if not self.running:  # no report would end the wait
-            return
-        left = min([*ends, math.inf]) - time.monotonic()
-        for connection in wait([*self.running], min(max(left, 0.0), _LONGEST_WAIT)):
-            self._answer(connection)
-        while ends and time.monotonic() >= ends[0]:
-            del ends[0]
-            self.time_is_up = self.time_is_up or not self.stopping
-            self.stop()
 
     def _start(self, trial: optuna.Trial) -> None:
         """Start a trial. If a killed search had completed it, only tell its result."""
@@ -262,7 +258,7 @@ class SearchLoop:
                 f"{ended.reason}; the search stopped, and its open trials continue "
                 f"with: det-amp search --resume {self.folder}"
             )
-        folder = RunFolder(trial_folder(self.folder, trial.number))
+        folder = RunFolder(Path(ended.name))
         run = read_run(folder.path)
         if ended.state is RunState.RUNNING:
             folder.end(RunState.FAILED, ended.reason)

@@ -164,6 +164,5 @@ def read_search(folder: Path) -> Search:
             damaged.append(f"left out: {error}")
     file = folder / _REMARKS
     remarks = json.loads(file.read_bytes()) if file.exists() else {}
-    remarks.pop("time_limit", None)  # an older version wrote it
     search = Search(str(folder), tuple(runs), config, **remarks)
     return dataclasses.replace(search, notes=[*damaged, *search.notes])
