@@ -50,23 +50,22 @@ class InvalidTrialError(UserError):
 def around_a_trial() -> Iterator[None]:
     """Return to the working directory after this block, because a trial may leave it.
 
-    Determined turns an `InvalidHP` into a `SystemExit`. This block turns that into an
-    `InvalidTrialError`.
+    See `faults_of_the_trial`. An `InvalidHP` becomes an `InvalidTrialError` before
+    Determined's core context turns it into a `SystemExit` without a message.
     """
     here = os.getcwd()
     try:
-        yield
-    except SystemExit as left:
-        if not isinstance(left.__context__, det.InvalidHP):
-            raise
-        raise InvalidTrialError(str(left.__context__)) from left
+        with faults_of_the_trial():
+            yield
+    except det.InvalidHP as error:
+        raise InvalidTrialError(str(error)) from error
     finally:
         os.chdir(here)
 
 
 def outcome(error: BaseException) -> tuple[RunState, str]:
     """The state and the reason of a run that an error ends."""
-    if isinstance(error, (det.InvalidHP, InvalidTrialError)):
+    if isinstance(error, InvalidTrialError):
         return RunState.INVALID, str(error)
     if isinstance(error, DiskError):
         return RunState.STOPPED, str(error)
@@ -151,11 +150,10 @@ def open_trial(
     folder = checkpoint and _checkpoint_folder(checkpoint)
     name = folder.name if folder else None
     stored = throwaway_core_context(folder.parent if folder else None)
-    with around_a_trial(), stored as core_context:
+    with stored as core_context, around_a_trial():
         context = trial_context(core_context, experiment)
-        with faults_of_the_trial():
-            trial = trial_of(experiment, context)
-            yield OpenTrial(trial, context, experiment, name)
+        trial = trial_of(experiment, context)
+        yield OpenTrial(trial, context, experiment, name)
 
 
 def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:

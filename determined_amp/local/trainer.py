@@ -24,7 +24,6 @@ from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.tensors import is_finite, numbered
 from determined_amp.amp.users_code import is_installed
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
-from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
     BestValidation,
@@ -260,7 +259,6 @@ def train(
     """
     _ = experiment.with_trial().max_length  # raises, before a folder is made
     with (
-        around_a_trial(),
         process_group() as processes,
         StopOnSignal(processes, goes_on).listening() as stop,
     ):
@@ -297,7 +295,7 @@ def _fit(
         train=run or core.DummyTrainContext(folder.tensorboard),
     )
     loop = partial(LocalController, experiment, run, Path.cwd())
-    with core_context, run or nullcontext(), faults_of_the_trial(), controlled_by(loop):
+    with core_context, run or nullcontext(), around_a_trial(), controlled_by(loop):
         context = trial_context(core_context, experiment, resume.batches)
         trial = trial_of_run(experiment, context)
         if run is not None:
