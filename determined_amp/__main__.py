@@ -13,23 +13,31 @@ from itertools import pairwise
 
 from determined_amp import __version__
 from determined_amp.amp.errors import UserError
-from determined_amp.cli.audit_batch import add_audit
-from determined_amp.cli.check import add_check
-from determined_amp.cli.compare import add_compare
-from determined_amp.cli.find import add_find
+from determined_amp.cli import (
+    audit_batch,
+    check,
+    compare,
+    find,
+    report,
+    score_scale,
+    search,
+    train,
+)
 from determined_amp.cli.options import Parser
-from determined_amp.cli.report import add_report
-from determined_amp.cli.score_scale import add_score
-from determined_amp.cli.search import add_search
-from determined_amp.cli.train import add_train
 from determined_amp.experiment.failures import OF_A_DISK, is_task, print_failure
 
-# Each function adds a command with its options. A command imports its code, and torch,
-# only when it runs.
-COMMANDS = (
-    *(add_train, add_audit, add_find, add_score),
-    *(add_compare, add_check, add_search, add_report),
-)
+# The commands. A module has `TEXT`, `add_options` and `run`. It imports the code of its
+# command, and torch, only when that runs.
+COMMANDS = {
+    "train": train,
+    "audit": audit_batch,
+    "find": find,
+    "score": score_scale,
+    "compare": compare,
+    "check": check,
+    "search": search,
+    "report": report,
+}
 
 # Packages that we need and an installation or an image may lack: their module, and
 # their name for pip.
@@ -127,8 +135,11 @@ def _parser() -> Parser:
         "--version", action="version", version=f"determined_amp {__version__}"
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in COMMANDS:
-        add(commands.add_parser)
+    for name, command in COMMANDS.items():
+        description = f"{command.TEXT[0].upper()}{command.TEXT[1:]}."
+        added = commands.add_parser(name, help=command.TEXT, description=description)
+        added.set_defaults(run=command.run, parser=added)
+        command.add_options(added)
     return parser
 
 

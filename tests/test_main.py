@@ -56,7 +56,7 @@ def test_lost_standard_output_is_a_sentence_or_the_end_and_no_traceback(
     assert len(done.stderr.splitlines()) == bool(said)
 
 
-NAMES = [add.__name__.removeprefix("add_") for add in door.COMMANDS]
+NAMES = [*door.COMMANDS]
 
 
 @pytest.mark.parametrize("command", NAMES)

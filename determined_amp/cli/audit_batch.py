@@ -5,20 +5,21 @@ from __future__ import annotations
 from argparse import Namespace
 
 from determined_amp.cli.options import (
-    AddParser,
-    add_command,
+    Parser,
     add_trial_options,
     experiment_of,
 )
 
-
-def add_audit(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = "show what one training batch is computed in"
-    add_trial_options(add_command(add_parser, "audit", text, _audit))
+# What the command does, for `--help`.
+TEXT = "show what one training batch is computed in"
 
 
-def _audit(options: Namespace) -> int:
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
+    add_trial_options(parser)
+
+
+def run(options: Namespace) -> int:
     """Audit a batch and print the table. Return 0 if the audit passed, else 1."""
     experiment = experiment_of(options)
     # These import torch, which takes seconds.

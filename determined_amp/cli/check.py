@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 from determined_amp.amp.errors import UserError, near_name
 from determined_amp.check.finding import ROWS
 from determined_amp.cli.options import (
-    AddParser,
-    add_command,
+    Parser,
     add_trial_options,
     experiment_of,
     positive,
@@ -56,10 +55,12 @@ _SHOWN = {
 }
 
 
-def add_check(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = "say what is wrong with the AMP of a trial, or of a script and its arguments"
-    parser = add_command(add_parser, "check", text, _check)
+# What the command does, for `--help`.
+TEXT = "say what is wrong with the AMP of a trial, or of a script and its arguments"
+
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_trial_options(parser, needs_config=False)
     parser.add_argument(
         "--json", action="store_true", help="print the findings as JSON"
@@ -93,7 +94,7 @@ def add_check(add_parser: AddParser) -> None:
     )
 
 
-def _check(options: Namespace) -> int:
+def run(options: Namespace) -> int:
     """Examine a trial or a script and print the findings. Return 0 without a fault, or
     else 1.
 

@@ -22,8 +22,7 @@ from determined_amp.amp.settings import Precision
 from determined_amp.cli.options import (
     INTERRUPTED,
     PRECISIONS,
-    AddParser,
-    add_command,
+    Parser,
     add_trial_options,
     at_least,
     experiment_of,
@@ -36,11 +35,12 @@ from determined_amp.compare.comparable import (
 from determined_amp.experiment.failures import is_task
 from determined_amp.search.server import start_server
 
+# What the command does, for `--help`.
+TEXT = "train in every precision in turn, and say which one to use"
 
-def add_compare(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = "train in every precision in turn, and say which one to use"
-    parser = add_command(add_parser, "compare", text, _compare)
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_trial_options(parser, precision=False)
     # The precision of the YAML is ignored.
     parser.set_defaults(precision=Precision.FP32.value)
@@ -74,7 +74,7 @@ def add_compare(add_parser: AddParser) -> None:
     )
 
 
-def _compare(options: Namespace) -> int:
+def run(options: Namespace) -> int:
     """Compare the precisions of a trial. Return 130 if a signal stops it, else 0."""
     chosen = [p for p in Precision if p.value in options.precisions]
     if len(chosen) < 2 or Precision.FP32 not in chosen:

@@ -17,20 +17,20 @@ from pathlib import Path
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.cli.options import (
-    AddParser,
+    Parser,
     add_batches_option,
-    add_command,
     add_trial_options,
     experiment_of,
 )
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
 
+# What the command does, for `--help`.
+TEXT = "find the initial loss scale in one pass"
 
-def add_find(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = "find the initial loss scale in one pass"
-    parser = add_command(add_parser, "find", text, _find)
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_trial_options(parser)
     add_batches_option(parser)
     if is_task():
@@ -49,7 +49,7 @@ def add_find(add_parser: AddParser) -> None:
     )
 
 
-def _find(options: Namespace) -> int:
+def run(options: Namespace) -> int:
     """Find the scale, print it, and write the file that the options name."""
     if is_task():
         from determined_amp.cluster import find_task  # noqa: PLC0415

@@ -48,26 +48,6 @@ class Parser(ArgumentParser):
         self.error(f"unrecognized arguments: {shlex.join(words)}{near}")
 
 
-AddParser = Callable[..., Parser]  # argparse's method that adds a command
-
-
-def add_command(
-    add_parser: AddParser, name: str, text: str, run: Callable[[Namespace], int]
-) -> Parser:
-    """Add a command, and return its parser.
-
-    Args:
-        add_parser: Adds the command to the program.
-        name: The name of the command.
-        text: What the command does, for `--help`.
-        run: Runs the command with its options, and returns the exit status.
-    """
-    description = f"{text[0].upper()}{text[1:]}."
-    parser = add_parser(name, help=text, description=description)
-    parser.set_defaults(run=run, parser=parser)
-    return parser
-
-
 def add_trial_options(
     parser: Parser, *, precision: bool = True, needs_config: bool = True
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import UserError
-from determined_amp.cli.options import AddParser, add_command, positive
+from determined_amp.cli.options import Parser, positive
 
 if TYPE_CHECKING:
     from determined_amp.report.page import Written
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 _PRECISION = "precision"
 
 
-def add_report(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = (
-        "show a run, rank the trials of a search, or compare runs that differ in "
-        "precision and seed only"
-    )
-    parser = add_command(add_parser, "report", text, _report)
+# What the command does, for `--help`.
+TEXT = (
+    "show a run, rank the trials of a search, or compare runs that differ in "
+    "precision and seed only"
+)
+
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     parser.usage = "det-amp report [precision] SOURCE ... [options]"
     parser.add_argument(
         "sources",
@@ -63,7 +65,7 @@ def add_report(add_parser: AddParser) -> None:
     )
 
 
-def _report(options: Namespace) -> int:
+def run(options: Namespace) -> int:
     """Write the report on some sources, and print its text."""
     is_named = options.sources[0] == _PRECISION
     sources = options.sources[is_named:]

@@ -12,24 +12,24 @@ from __future__ import annotations
 from argparse import Namespace
 
 from determined_amp.cli.options import (
-    AddParser,
+    Parser,
     add_batches_option,
-    add_command,
     add_trial_options,
     experiment_of,
 )
 from determined_amp.experiment.failures import is_task
 
+# What the command does, for `--help`.
+TEXT = "measure the optimizer steps that an initial loss scale loses"
 
-def add_score(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = "measure the optimizer steps that an initial loss scale loses"
-    parser = add_command(add_parser, "score", text, _score)
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_trial_options(parser)
     add_batches_option(parser)
 
 
-def _score(options: Namespace) -> int:
+def run(options: Namespace) -> int:
     """Score the loss scale and print its metrics."""
     if is_task():
         from determined_amp.cluster import score_task  # noqa: PLC0415  # torch

@@ -17,8 +17,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from determined_amp.cli.options import (
-    AddParser,
-    add_command,
+    Parser,
     add_trial_options,
     at_least,
     configuration_of,
@@ -30,10 +29,12 @@ from determined_amp.search.server import start_server
 _MOST_WORKERS = 16
 
 
-def add_search(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = "run a search on this machine, without a cluster"
-    parser = add_command(add_parser, "search", text, _search)
+# What the command does, for `--help`.
+TEXT = "run a search on this machine, without a cluster"
+
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_trial_options(parser, precision=False, needs_config=False)
     parser.add_argument(
         "--resume",
@@ -49,7 +50,7 @@ def add_search(add_parser: AddParser) -> None:
     )
 
 
-def _search(options: Namespace) -> int:
+def run(options: Namespace) -> int:
     """Run or continue a search, and return the exit status of `run_search`."""
     if bool(options.config) == bool(options.resume):
         options.parser.error("give either a search YAML, or --resume FOLDER")

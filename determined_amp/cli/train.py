@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from determined_amp.amp.errors import ConfigError
 from determined_amp.cli.options import (
     INTERRUPTED,
-    AddParser,
-    add_command,
+    Parser,
     add_trial_options,
     experiment_of,
 )
@@ -27,10 +26,12 @@ if TYPE_CHECKING:
     from determined_amp.runs.folder import RunFolder
 
 
-def add_train(add_parser: AddParser) -> None:
-    """Add the command."""
-    text = "train an experiment, here or as a task of a cluster"
-    parser = add_command(add_parser, "train", text, _train)
+# What the command does, for `--help`.
+TEXT = "train an experiment, here or as a task of a cluster"
+
+
+def add_options(parser: Parser) -> None:
+    """Add the options of the command."""
     add_trial_options(parser, needs_config=False)
     if is_task():
         return
@@ -44,7 +45,7 @@ def add_train(add_parser: AddParser) -> None:
     )
 
 
-def _train(options: Namespace) -> int:
+def run(options: Namespace) -> int:
     """Train until the run completes. Return 130 if a signal stops it, else 0."""
     if is_task():
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
