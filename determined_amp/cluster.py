@@ -209,11 +209,14 @@ def _opened(experiment: Experiment) -> Iterator[OpenTrial]:
     """Make the trial with the seed of the experiment instead of the trial's seed."""
     task_info().trial.trial_seed = experiment.seed
     with _context(experiment) as context:
-        noted: Values = {"seed": experiment.seed, "failure": None}
-        if experiment.amp is not None:
-            noted["precision"] = experiment.amp.precision.value
-            noted["init_scale"] = experiment.amp.first_scale
-        note_on_master(context, **noted)
+        amp = experiment.amp
+        note_on_master(
+            context,
+            seed=experiment.seed,
+            failure=None,
+            precision=amp and amp.precision.value,
+            init_scale=amp and amp.first_scale,
+        )
         yield OpenTrial(trial_of_run(experiment, context), context, experiment)
 
 

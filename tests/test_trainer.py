@@ -44,7 +44,8 @@ def test_search_is_asked_after_every_report_and_can_stop_the_run(
 
 def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path):
     stop, console = Mock(), Terminal(quiet=True)
-    run = LocalRun(EXPERIMENT, Resume(), RunFolder(tmp_path), stop, console, slots=1)
+    stop.processes.size = 1
+    run = LocalRun(EXPERIMENT, Resume(), RunFolder(tmp_path), stop, console)
     run.begin_training(0, 12, 6)
     for batches, value in enumerate([np.float64(0.5), math.nan, "text", 0.25, 0.75], 1):
         metrics = {"validation_loss": value, "other": -batches, "batches": 99}

@@ -64,9 +64,8 @@ def run(options: Namespace) -> int:
     from determined_amp.search.search_plan import SearchPlan  # noqa: PLC0415  # Optuna
 
     if options.resume:
-        command = f"{options.parser.prog} --resume"
-        files = (STUDY_FILE, SEARCH_FILE)
-        check_folder(options.resume, files, command, "a search, runs/NAME/TIME")
+        files, what = (STUDY_FILE, SEARCH_FILE), "a search, runs/NAME/TIME"
+        check_folder(options.resume, files, "det-amp search --resume", what)
         plan = SearchPlan(read_config(options.resume), str(options.resume))
     else:
         config = with_trial(configuration_of(options), options.trial)

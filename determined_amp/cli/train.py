@@ -61,8 +61,8 @@ def run(options: Namespace) -> int:
     if options.resume:
         from determined_amp.runs.folder import RUN_FILE, check_folder  # noqa: PLC0415
 
-        folder, command = Path(options.resume), f"{options.parser.prog} --resume"
-        check_folder(folder, [RUN_FILE], command, "a run folder, runs/NAME/TIME")
+        folder, what = Path(options.resume), "a run folder, runs/NAME/TIME"
+        check_folder(folder, [RUN_FILE], "det-amp train --resume", what)
         options.config = options.config or str(folder / "config.yaml")
     return _train_here(options, experiment_of(options))
 

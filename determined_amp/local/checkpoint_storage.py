@@ -119,7 +119,6 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         name = checkpoint_name(metadata["steps_completed"])
         final, partial = self._folder / name, self._folder / f".{name}.partial"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial, name
             metadata["finite"] = self.finite

@@ -126,6 +126,7 @@ class StopOnSignal(core.DummyPreemptContext):
         goes_on: Asks a search whether the run goes on; None without a search.
 
     Attributes:
+        processes: The processes.
         goes_on: Asks the search; None without one.
         requested: Whether to stop at the next report; set it to stop the run.
         obeyed: Whether the loop has been told to stop.
@@ -137,7 +138,7 @@ class StopOnSignal(core.DummyPreemptContext):
         self, processes: core.DistributedContext, goes_on: GoesOn | None = None
     ) -> None:
         super().__init__(processes)
-        self._processes = processes
+        self.processes = processes
         self.goes_on = goes_on
         self.requested = False
         self.obeyed = False
@@ -158,14 +159,14 @@ class StopOnSignal(core.DummyPreemptContext):
             self.requested = True
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
-        self.obeyed = bool(self._processes.broadcast(self.requested))
+        self.obeyed = bool(self.processes.broadcast(self.requested))
         return self.obeyed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason = f"stopped by {signal.Signals(number).name}"
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_shown = self.goes_on is None and self._processes.rank == 0
+        is_shown = self.goes_on is None and self.processes.rank == 0
         if is_shown and not self.requested:
             # Not by print: the signal may have interrupted another print.
             with suppress(OSError):

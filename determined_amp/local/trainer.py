@@ -67,7 +67,6 @@ class LocalRun(LocalTrainContext):
         folder: The folder of the run.
         stop: Stops the run.
         console: The terminal.
-        slots: The number of processes of the run.
 
     Attributes:
         best: The best validation, also of earlier processes.
@@ -80,8 +79,6 @@ class LocalRun(LocalTrainContext):
         folder: RunFolder,
         stop: StopOnSignal,
         console: Terminal,
-        *,
-        slots: int,
     ) -> None:
         self._experiment, self._folder, self._stop = experiment, folder, stop
         self._resumed = resume.checkpoint != ""
@@ -89,7 +86,7 @@ class LocalRun(LocalTrainContext):
         self._total = 0  # until the training starts
         self.display = Display(experiment, console, folder)
         # The trial may leave the directory later, and this records its commit.
-        self._machine = Machine.of_this_process(slots)
+        self._machine = Machine.of_this_process(stop.processes.size)
         if not self._resumed:
             folder.forget_metrics_after(0)
             folder.describe(experiment, self._machine)
@@ -269,10 +266,8 @@ def train(
         with translating_disk_errors(folder.path), log:
             run = None
             if is_chief:
-                run = LocalRun(
-                    experiment, resume, folder, stop, console, slots=processes.size
-                )
-            _fit(experiment, resume, folder, run, processes=processes, stop=stop)
+                run = LocalRun(experiment, resume, folder, stop, console)
+            _fit(experiment, resume, folder, run, stop)
         return stop.obeyed
 
 
@@ -281,16 +276,16 @@ def _fit(
     resume: Resume,
     folder: RunFolder,
     run: LocalRun | None,
-    *,
-    processes: core.DistributedContext,
     stop: StopOnSignal,
 ) -> None:
     """Train in this process. Only the chief has a `run`, which writes the folder."""
     core_context = core.Context(
         checkpoint=LocalCheckpoints(
-            processes, folder.checkpoints, None if run is None else run.best.is_after
+            stop.processes,
+            folder.checkpoints,
+            None if run is None else run.best.is_after,
         ),
-        distributed=processes,
+        distributed=stop.processes,
         preempt=stop,
         train=run or core.DummyTrainContext(folder.tensorboard),
     )

@@ -87,10 +87,7 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
 
 def is_locked(folder: Path) -> bool:
     """Whether another process writes into a folder, see `lock`."""
-    path = folder / ".lock"
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
+    with suppress(FileNotFoundError), (folder / ".lock").open("rb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -80,8 +80,12 @@ class Part:
     @property
     def what_it_trains(self) -> Config:
         """The settings and machine facts that decide what the part trains, by name."""
-        kept = [name for name in self.settings if not name.startswith(_MAY_CHANGE)]
-        return {**self.machine.facts, **{name: self.settings[name] for name in kept}}
+        decide = {
+            name: value
+            for name, value in self.settings.items()
+            if not name.startswith(_MAY_CHANGE)
+        }
+        return {**self.machine.facts, **decide}
 
 
 # Other programs write these numbers as text in JSON.

@@ -7,7 +7,7 @@ from typing import Any
 
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import yaml_lines
-from determined_amp.experiment.dotted import leaves, put
+from determined_amp.experiment.dotted import put
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.folder import STUDY_FILE
 from determined_amp.runs.run import Run, RunState, shown_setting
@@ -63,10 +63,8 @@ def best_of(search: Search) -> tuple[str, str]:
         return advice.text, paste
     first = ranked[0]
     best: Values = {}
-    for path, _ in leaves(search.config["hyperparameters"]):
-        name = ".".join(path)
-        if name in search.searched:
-            put(best, path, first.hparams.get(name))
+    for name in search.searched:
+        put(best, name.split("."), first.hparams.get(name))
     value = _short(search.value(first))
     paste = dump_yaml({"hyperparameters": best}).rstrip() if best else ""
     return f"best: trial {first.number}, with {search.metric} {value}", paste

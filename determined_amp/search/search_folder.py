@@ -91,12 +91,13 @@ class Search:
         """The trials with a result, best first. Of equal trials, the one whose loss
         scale is nearest to 2^16 comes first.
         """
-        values = [(run, self.value(run)) for run in self.runs]
-        ranks = [
-            (self._sign * value, run) for run, value in values if value is not None
-        ]
-        ranks.sort(key=lambda rank: (rank[0], bits_from_default(rank[1].scale_log2)))
-        return [run for _, run in ranks]
+
+        def rank(run: Run) -> tuple[float, float]:
+            value = self._sign * (self.value(run) or 0.0)
+            return value, bits_from_default(run.scale_log2)
+
+        ranked = [run for run in self.runs if self.value(run) is not None]
+        return sorted(ranked, key=rank)
 
     @property
     def scale_advice(self) -> ScaleAdvice | None:
