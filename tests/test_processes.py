@@ -14,6 +14,7 @@ from torch import distributed
 
 from determined_amp.amp.errors import UserError
 from determined_amp.local.processes import StopOnSignal, process_group
+from determined_amp.runs.run import RunState
 from tests import strangers, training, two_ranks
 
 
@@ -184,7 +185,9 @@ class TestStop:
         rank: Any = SimpleNamespace(rank=1, size=2, broadcast=lambda mine: sent[-1])
         told, tells = StopOnSignal(rank), StopOnSignal(chief)
         for of_the_chief in (False, True):
-            tells.requested, told.requested = of_the_chief, not of_the_chief
+            asked = (RunState.STOPPED, "why")
+            tells.asked = asked if of_the_chief else None
+            told.asked = None if of_the_chief else asked
             tells.should_preempt()
             assert told.should_preempt() is of_the_chief
         assert sent == [False, True]

@@ -128,10 +128,9 @@ class StopOnSignal(core.DummyPreemptContext):
     Attributes:
         processes: The processes.
         goes_on: Asks the search; None without one.
-        requested: Whether to stop at the next report; set it to stop the run.
+        asked: The state and the reason of the run if it stops at the next report; None
+            if it goes on.
         obeyed: Whether the loop has been told to stop.
-        state: The state of the stopped run, for its record.
-        reason: Why it stopped, for its record.
     """
 
     def __init__(
@@ -140,10 +139,8 @@ class StopOnSignal(core.DummyPreemptContext):
         super().__init__(processes)
         self.processes = processes
         self.goes_on = goes_on
-        self.requested = False
+        self.asked: tuple[RunState, str] | None = None
         self.obeyed = False
-        self.state = RunState.STOPPED
-        self.reason = "asked to stop"
 
     @contextmanager
     def listening(self) -> Iterator[StopOnSignal]:
@@ -154,21 +151,18 @@ class StopOnSignal(core.DummyPreemptContext):
     def ask(self, line: Values) -> None:
         """Ask the search, at the start of the training and after each report."""
         if self.goes_on is not None and not self.goes_on(line):
-            self.state = RunState.PRUNED
-            self.reason = "stopped early by the search"
-            self.requested = True
+            self.asked = RunState.PRUNED, "stopped early by the search"
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
-        self.obeyed = bool(self.processes.broadcast(self.requested))
+        self.obeyed = bool(self.processes.broadcast(self.asked is not None))
         return self.obeyed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = f"stopped by {signal.Signals(number).name}"
-        if self.requested and number == signal.SIGINT:
+        before = self.asked
+        self.asked = RunState.STOPPED, f"stopped by {signal.Signals(number).name}"
+        if before is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_shown = self.goes_on is None and self.processes.rank == 0
-        if is_shown and not self.requested:
+        if before is None and self.goes_on is None and self.processes.rank == 0:
             # Not by print: the signal may have interrupted another print.
             with suppress(OSError):
                 os.write(2, f"\n{_ANSWER}\n".encode())
-        self.requested = True

@@ -150,12 +150,13 @@ class LocalRun(LocalTrainContext):
             self.display.end(error, stopped=self._stop.obeyed)
 
     def _ended(self, error: BaseException | None) -> tuple[RunState, str]:
+        asked = self._stop.asked or (RunState.STOPPED, "asked to stop")
         if isinstance(error, KeyboardInterrupt):
-            return RunState.STOPPED, self._stop.reason
+            return asked
         if error is not None:
             return outcome(error)
         if self._stop.obeyed:
-            return self._stop.state, self._stop.reason
+            return asked
         # In a search, a trial that stops itself has completed.
         if self._batches < self._total and self._stop.goes_on is None:
             return RunState.STOPPED, "the trial asked to stop"
@@ -314,7 +315,7 @@ def _fit(
             ]
             raise type(error)("; ".join([str(error), *ours])) from error
         except SystemExit as left:
-            if not stop.requested:
+            if stop.asked is None:
                 raise
             raise KeyboardInterrupt from left
 
