@@ -107,7 +107,7 @@ class TestReports:
             "d": "x",
             "e": 3,
         }
-        read = Report.read(4, given).metrics
+        read = Report.read(given).metrics
         shown = {name: str(value) for name, value in read.items()}
         assert shown == {"a": "nan", "b": "-inf", "c": "inf", "e": "3.0"}
 

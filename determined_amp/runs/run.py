@@ -17,7 +17,7 @@ from typing import Any
 
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
-from determined_amp.amp.plain_data import Config, Metrics, Values
+from determined_amp.amp.plain_data import Config, Values
 from determined_amp.amp.settings import Precision, scale_text
 from determined_amp.experiment.machine import Machine
 
@@ -100,17 +100,14 @@ class Report:
     metrics: Mapping[str, float]  # numbers by name; they may be infinite or NaN
 
     @staticmethod
-    def read(batches: int, metrics: Metrics) -> Report:
-        """The report with the numbers among some metrics; NaN and infinities may be
-        text.
-        """
+    def read(line: Values) -> Report:
+        """The report with the numbers of a line; NaN and infinities may be text."""
         numbers = {
             name: float(value)
-            for name, value in metrics.items()
+            for name, value in line.items()
             if isinstance(value, (int, float)) or value in _NOT_FINITE
         }
-        numbers.pop("batches", None)
-        return Report(batches, numbers)
+        return Report(int(numbers.pop("batches")), numbers)
 
 
 @dataclass(frozen=True)
@@ -253,8 +250,8 @@ class Run:
     def data_wait_share(self) -> float | None:
         """Share of time that the loop waited for data: the median of steady reports."""
         name = MetricName.DATA_WAIT_SHARE
-        waits = Spread.of([m[name] for m in self._steady if name in m])
-        return waits.median if waits else None
+        waits = [metrics[name] for metrics in self._steady if name in metrics]
+        return median(waits) if waits else None
 
     @property
     def scale_log2(self) -> float:
@@ -290,13 +287,11 @@ class Run:
         Args:
             lines: The reports, each with its `group` and `batches`.
         """
-        groups: dict[str, list[Report]] = {"training": [], "validation": []}
-        for line in lines:
-            if line["group"] in groups:
-                report = Report.read(line["batches"], line)
-                groups[line["group"]].append(report)
+        reports = [(line["group"], Report.read(line)) for line in lines]
         made = replace(
-            self, trained=groups["training"], validations=groups["validation"]
+            self,
+            trained=[report for group, report in reports if group == "training"],
+            validations=[report for group, report in reports if group == "validation"],
         )
         state, reason = made._judged()
         return replace(made, state=state, reason=reason)

@@ -127,14 +127,11 @@ def _serve(
 
 
 def _share_machine(slot: int, workers: int) -> None:
-    """Use this process's share of the processors, and one GPU if there are several."""
+    """Use this process's share of the processors, and one of the GPUs."""
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
-    if visible:
-        gpus = visible.split(",")
-    if len(gpus) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    here = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or here).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
 
 
 def _run(job: Job, connection: Connection) -> None:
