@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import determined as det
@@ -185,23 +185,23 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams = dict(experiment.hyperparameters)
     frequency = experiment.aggregation_frequency
-    try:
-        with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
-            averages = experiment.platform.optimizations.average_aggregated_gradients
-            average_by_default(context, averages)
-            try:
-                with faults_of_the_trial():
-                    yield context
-            except det.InvalidHP as error:
-                if context.distributed.rank == 0:
-                    show_failure(train_context(context), str(error))
-                raise
-    except SystemExit as left:
-        if isinstance(left.__context__, det.InvalidHP):
+    with (
+        ExitStack() as after_the_context,
+        pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context,
+    ):
+        averages = experiment.platform.optimizations.average_aggregated_gradients
+        average_by_default(context, averages)
+        try:
+            with faults_of_the_trial():
+                yield context
+        except det.InvalidHP as error:
             # Determined's own lines go to stderr. On stdout, this line might not be the
             # last one of the log.
-            print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
-        raise
+            said = f"invalid trial: {error}"
+            after_the_context.callback(print, said, file=sys.stderr, flush=True)
+            if context.distributed.rank == 0:
+                show_failure(train_context(context), str(error))
+            raise
 
 
 @contextmanager

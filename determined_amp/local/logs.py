@@ -47,13 +47,11 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
     )
-    handlers = [shown]
-    if path is not None:
-        written = _LogFile(path, encoding="utf-8")
-        written.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        )
-        handlers.append(written)
+    written = _LogFile(path or os.devnull, encoding="utf-8")
+    written.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
+    handlers = (shown, written)
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.INFO)
