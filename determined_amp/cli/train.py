@@ -37,11 +37,12 @@ def add_options(parser: Parser) -> None:
         return
     parser.add_argument(
         "--resume",
+        type=Path,
         metavar="RUN_FOLDER",
         help="continue a run from its newest checkpoint",
     )
     parser.add_argument(
-        "--run-folder", metavar="FOLDER", help="default: runs/NAME/TIME"
+        "--run-folder", type=Path, metavar="FOLDER", help="default: runs/NAME/TIME"
     )
 
 
@@ -61,9 +62,9 @@ def run(options: Namespace) -> int:
     if options.resume:
         from determined_amp.runs.folder import RUN_FILE, check_folder  # noqa: PLC0415
 
-        folder, what = Path(options.resume), "a run folder, runs/NAME/TIME"
-        check_folder(folder, [RUN_FILE], "det-amp train --resume", what)
-        options.config = options.config or str(folder / "config.yaml")
+        what = "a run folder, runs/NAME/TIME"
+        check_folder(options.resume, [RUN_FILE], "det-amp train --resume", what)
+        options.config = options.config or str(options.resume / "config.yaml")
     return _train_here(options, experiment_of(options))
 
 
@@ -73,11 +74,11 @@ def _train_here(options: Namespace, experiment: Experiment) -> int:
     from determined_amp.local.trainer import train  # noqa: PLC0415
     from determined_amp.runs.folder import RunFolder, fresh_folder, lock  # noqa: PLC0415
 
-    resume = Resume.latest(Path(options.resume)) if options.resume else Resume()
+    resume = Resume.latest(options.resume) if options.resume else Resume()
     given = options.resume or options.run_folder
 
     def choose_folder() -> RunFolder:
-        folder = RunFolder(Path(given) if given else fresh_folder(experiment.name))
+        folder = RunFolder(given or fresh_folder(experiment.name))
         held.enter_context(lock(folder.shown, "this run"))
         kept = folder.not_to_lose
         if kept and not options.resume:
