@@ -82,8 +82,7 @@ class LocalRun(LocalTrainContext):
     ) -> None:
         self._experiment, self._folder, self._stop = experiment, folder, stop
         self._resumed = resume.checkpoint != ""
-        self._batches = resume.batches
-        self._total = 0  # until the training starts
+        self._batches = self._total = 0  # until the training starts
         self.display = Display(experiment, console, folder)
         # The trial may leave the directory later, and this records its commit.
         self._machine = Machine.of_this_process(stop.processes.size)

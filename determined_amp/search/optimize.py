@@ -237,9 +237,11 @@ class SearchLoop:
         """Pass a validation to Optuna, and return whether the trial continues."""
         settings = self.plan.settings
         value = report.get(self.search.metric)
-        if report["group"] != "validation" or not isinstance(value, (int, float)):
-            return True
-        if not math.isfinite(value):
+        if (
+            report["group"] != "validation"
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+        ):
             return True
         length = int(report[settings.time_metric])
         trial.report(value, length)

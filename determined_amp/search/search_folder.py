@@ -165,5 +165,5 @@ def read_search(folder: Path) -> Search:
             damaged.append(f"left out: {error}")
     file = folder / _REMARKS
     remarks = json.loads(file.read_bytes()) if file.exists() else {}
-    search = Search(str(folder), tuple(runs), config, **remarks)
-    return dataclasses.replace(search, notes=[*damaged, *search.notes])
+    notes = [*damaged, *remarks.pop("notes", ())]
+    return Search(str(folder), tuple(runs), config, notes=notes, **remarks)
