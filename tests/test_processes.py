@@ -13,7 +13,7 @@ from determined import core
 from torch import distributed
 
 from determined_amp.amp.errors import UserError
-from determined_amp.local.processes import StopOnSignal, process_group
+from determined_amp.local.processes import StopOnSignal, on_stop_signals, process_group
 from determined_amp.runs.run import RunState
 from tests import strangers, training, two_ranks
 
@@ -195,10 +195,10 @@ class TestStop:
     def test_stop_is_acknowledged_once_where_there_is_a_terminal(self, capfd):
         """The next report may be minutes away."""
         alone = core.DummyDistributedContext()
-        with StopOnSignal(alone, lambda line: True).listening():
+        with on_stop_signals(StopOnSignal(alone, lambda line: True).on_signal):
             signal.raise_signal(signal.SIGTERM)
         assert not capfd.readouterr().err
-        with StopOnSignal(alone).listening():
+        with on_stop_signals(StopOnSignal(alone).on_signal):
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
         assert capfd.readouterr().err.count("stopping at the next report") == 1
@@ -216,7 +216,8 @@ class TestStop:
         self, first, second, *, at_once
     ):
         before, interrupted = signal.getsignal(signal.SIGTERM), False
-        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+        stop = StopOnSignal(core.DummyDistributedContext())
+        with on_stop_signals(stop.on_signal):
             assert not stop.should_preempt()
             signal.raise_signal(first)
             assert stop.should_preempt()

@@ -142,12 +142,6 @@ class StopOnSignal(core.DummyPreemptContext):
         self.asked: tuple[RunState, str] | None = None
         self.obeyed = False
 
-    @contextmanager
-    def listening(self) -> Iterator[StopOnSignal]:
-        """Handle the signals inside this block; only in the main thread."""
-        with on_stop_signals(self._on_signal):
-            yield self
-
     def ask(self, line: Values) -> None:
         """Ask the search, at the start of the training and after each report."""
         if self.goes_on is not None and not self.goes_on(line):
@@ -157,7 +151,8 @@ class StopOnSignal(core.DummyPreemptContext):
         self.obeyed = bool(self.processes.broadcast(self.asked is not None))
         return self.obeyed
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Stop, because of a signal; see `on_stop_signals`."""
         before = self.asked
         self.asked = RunState.STOPPED, f"stopped by {signal.Signals(number).name}"
         if before is not None and number == signal.SIGINT:

@@ -38,7 +38,12 @@ from determined_amp.local.open_trial import (
     outcome,
     trial_context,
 )
-from determined_amp.local.processes import GoesOn, StopOnSignal, process_group
+from determined_amp.local.processes import (
+    GoesOn,
+    StopOnSignal,
+    on_stop_signals,
+    process_group,
+)
 from determined_amp.runs.folder import RunFolder, read_metrics, read_record
 from determined_amp.runs.run import RunState, changes_between
 from determined_amp.trial.checkpoint import CheckpointError
@@ -255,10 +260,8 @@ def train(
         UserError: if the run cannot train. A `DiskError` is no fault of the trial.
     """
     _ = experiment.with_trial().max_length  # raises, before a folder is made
-    with (
-        process_group() as processes,
-        StopOnSignal(processes, goes_on).listening() as stop,
-    ):
+    with process_group() as processes:
+        stop = StopOnSignal(processes, goes_on)
         is_chief = processes.rank == 0
         folder = processes.broadcast(choose_folder() if is_chief else None)
         console = Terminal(quiet=goes_on is not None or not is_chief)
@@ -290,7 +293,13 @@ def _fit(
         train=run or core.DummyTrainContext(folder.tensorboard),
     )
     loop = partial(LocalController, experiment, run, Path.cwd())
-    with core_context, run or nullcontext(), around_a_trial(), controlled_by(loop):
+    with (
+        on_stop_signals(stop.on_signal),
+        core_context,
+        run or nullcontext(),
+        around_a_trial(),
+        controlled_by(loop),
+    ):
         context = trial_context(core_context, experiment, resume.batches)
         trial = trial_of_run(experiment, context)
         if run is not None:
