@@ -44,7 +44,7 @@ class RunState(str, enum.Enum):
     RUNNING = "running"  # its process still runs, or was killed
     KILLED = "killed"  # recorded as running, but its process is gone
     COMPLETED = "completed"
-    STOPPED = "stopped"  # a signal or the trial stopped it; it can be resumed
+    STOPPED = "stopped"  # by a signal, its machine or the trial; it can be resumed
     PRUNED = "pruned"  # ended early by its search
     INVALID = "invalid"  # its hyperparameters cannot train: a result of its search
     FAILED = "failed"

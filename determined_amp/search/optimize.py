@@ -251,7 +251,8 @@ class SearchLoop:
         """Tell the study how a trial ended. An interrupted trial stays open.
 
         Raises:
-            UserError: if the machine interrupted the trial, as a full disk does.
+            UserError: if the trial was stopped, although the search was not: by its
+                machine, as a full disk does.
         """
         if ended.state in (RunState.RUNNING, RunState.STOPPED) and self.stopping:
             return
