@@ -196,6 +196,7 @@ def save(checkpoints, batches, content=""):
         (path / "code" / "trial.py").write_text("# a trial")
         with zipfile.ZipFile(path / "state_dict.pth", "w") as weights:
             weights.writestr("content", content)
+        (path / "trial_state.pkl").touch()
 
 
 @pytest.fixture
@@ -225,12 +226,12 @@ def done(monkeypatch):
 class TestDisk:
     def test_checkpoint_is_on_the_disk_before_it_gets_its_name(self, tmp_path, done):
         save(storage_in(tmp_path), 4)
-        files = ["trial.py", "state_dict.pth", "metadata.json"]
+        files = ["trial.py", "state_dict.pth", "trial_state.pkl", "metadata.json"]
         partial = ".batch-00000004.partial"
-        assert sorted(done[:5]) == sorted(
+        assert sorted(done[:6]) == sorted(
             f"sync {name}" for name in [*files, "code", partial]
         )
-        assert done[4:] == [
+        assert done[5:] == [
             f"sync {partial}",
             f"rename {partial} batch-00000004",
             f"sync {tmp_path.name}",

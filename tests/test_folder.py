@@ -198,6 +198,7 @@ class TestDamagedCheckpoint:
             with storage.store_path({"steps_completed": batches}) as (folder, _):
                 storage.finite = batches not in (6, 7)  # as the loop does
                 torch.save({}, folder / "state_dict.pth")
+                (folder / "trial_state.pkl").touch()
             assert names_in(tmp_path) == [f"batch-{number:08d}" for number in kept]
 
     def test_weights_that_are_not_finite_are_passed_over_by_a_resume(self, run):

@@ -159,8 +159,7 @@ def _complete(partial: Path, metadata: Values) -> None:
     """Check the weights, write the metadata, and flush all to the disk."""
     with zipfile.ZipFile(partial / "state_dict.pth"):
         pass  # raises if the file is cut off: torch ignores a failure of its last flush
-    if (partial / _STATE).exists():
-        metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
+    metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
     (partial / "metadata.json").write_text(json.dumps(metadata, indent=2))
     # Flushing many files at once takes a tenth of the time of flushing them one by one.
     with ThreadPoolExecutor(8) as pool:
