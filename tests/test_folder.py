@@ -224,6 +224,7 @@ def test_full_disk_during_a_checkpoint_leaves_the_one_before(tmp_path, refusal):
     assert "could not be saved (is the disk full?)" in message
     assert "batch-00000016" in message
     assert "intact" in message
+    assert training.end(tmp_path)[0] == "stopped"  # so a search leaves the trial open
     assert names_in(checkpoints)[-1] == "batch-00000012"
     assert not list(checkpoints.glob(".*"))
     assert same_bits(training.checkpoint(tmp_path, 12), before)

@@ -266,7 +266,7 @@ def train(
         folder = processes.broadcast(choose_folder() if is_chief else None)
         console = Terminal(quiet=goes_on is not None or not is_chief)
         log = logging_to(folder.log if is_chief else None, console)
-        with translating_disk_errors(folder.path), log:
+        with log:
             run = None
             if is_chief:
                 run = LocalRun(experiment, resume, folder, stop, console)
@@ -297,6 +297,7 @@ def _fit(
         on_stop_signals(stop.on_signal),
         core_context,
         run or nullcontext(),
+        translating_disk_errors(folder.path),
         around_a_trial(),
         controlled_by(loop),
     ):
