@@ -95,7 +95,7 @@ class Event(SimpleNamespace):
         An `operation` without a 16-bit kernel on CUDA gets 16 bits.
     `save`
         A call of `torch.save`: `optimizer` and `scale`, whether it saves the state of
-        an optimizer, and a loss scale.
+        an optimizer, and a loss scale; `scalers`, how many scalers' states it saves.
     """
 
 

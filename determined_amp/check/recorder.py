@@ -610,7 +610,11 @@ class Recorder:
             isinstance(each, Optimizer) or each == "param_groups" for each in values
         )
         scale = any(isinstance(each, _SCALER) or each in scales for each in values)
-        self.record.note("save", optimizer=optimizer, scale=scale)
+        # A state of a scaler has this key.
+        scalers = sum(
+            isinstance(each, _SCALER) or each == "growth_factor" for each in values
+        )
+        self.record.note("save", optimizer=optimizer, scale=scale, scalers=scalers)
         return run()
 
 

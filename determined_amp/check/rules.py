@@ -160,7 +160,10 @@ def _clips_scaled(record: Record, clips: list[Event]) -> Found:
     if wrong:
         last = wrong[-1]
         true_limit, true_norm = last.limit / last.factor, last.norm / last.factor
-        holds = not any(_needs_other_lines(record, clip) for clip in wrong)
+        # A limit that moves, or is not small, may come from the scale or from norms.
+        is_one_number = bool(small) and len({clip.limit for clip in scaled}) == 1
+        is_elsewhere = any(_needs_other_lines(record, clip) for clip in wrong)
+        holds = is_one_number and not is_elsewhere
         yield Seen(wrong, holds=holds, true_limit=true_limit, true_norm=true_norm)
 
 
@@ -366,6 +369,15 @@ def saves_no_scale(record: Record) -> Found:
     updates = record.of("update") if record.scales_the_loss else []
     if updates and not record.of("save", scale=True):
         yield Seen(saves, scale=updates[-1].after)
+
+
+def saves_too_few_scales(record: Record) -> Found:
+    """A loop of the user's own saves the states of some of its scalers only."""
+    saves = [] if record.determined else record.of("save", optimizer=True)
+    saved = sum({save.where: save.scalers for save in saves}.values())
+    used = [scaler for scaler in record.scalers if scaler.enabled and scaler.used]
+    if 0 < saved < len(used):
+        yield Seen(saves, saved=saved, used=used, holds=False)
 
 
 # A resume. Each rule compares the run that saved the checkpoint with the resumed one.

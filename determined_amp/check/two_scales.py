@@ -36,10 +36,10 @@ from determined_amp.check.finding import Where
 from determined_amp.check.record import users_line
 from determined_amp.check.stand_in import StandIn
 
-# The loss scales of the two trainings, as states of a `GradScaler`. One grows every
-# second step, and never shrinks, so that no step looks skipped.
+# The loss scales of the two trainings, as states of a `GradScaler`. One grows after
+# each third update, and never shrinks, so that no step looks skipped.
 _FIXED = {"scale": 1.0, "growth_interval": 2**31 - 1}
-_GROWING = {"scale": 256.0, "growth_interval": 2}
+_GROWING = {"scale": 256.0, "growth_interval": 3}
 
 # What is compared, and the largest relative difference that rounding explains. A small
 # loss is a difference of larger numbers, so its digits are fewer.
