@@ -715,8 +715,11 @@ def test_optimizer_of_16_bit_weights_is_refused_by_a_loop_and_a_teacher_is_not(
     teacher = loop.amp.prepare(nn.Linear(1, 1).half())
     loop.backward()
     loop.step()
-    with pytest.raises(ConfigError, match=r"^the loop: its weights are in float16"):
-        getattr(loop.amp, first_use)(torch.optim.SGD(teacher.parameters(), lr=0.1))
+    of_teacher = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"^the loop: its weights are in float16"):
+            getattr(loop.amp, first_use)(of_teacher)
+    assert [*loop.amp.windows] == [loop.optimizer]
 
 
 def test_what_is_no_scheduler_of_torch_is_refused_by_a_loop():

@@ -103,7 +103,7 @@ class AmpLoop(AmpCore):
         Raises:
             ConfigError: if the optimizer trains weights in 16 bits.
         """
-        self._meet(optimizer)
+        self.windows[optimizer]  # the first look makes it
         return optimizer
 
     def start(self) -> None:
@@ -270,10 +270,8 @@ class AmpLoop(AmpCore):
 
     def _meet(self, optimizer: Optimizer) -> None:
         super()._meet(optimizer)
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
-            self._see_steps_of(optimizer)
-            self.windows.restore(optimizer)
+        self.optimizers.append(optimizer)
+        self._see_steps_of(optimizer)
 
 
 def _described(loss: object) -> str:

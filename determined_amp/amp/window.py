@@ -331,7 +331,7 @@ class Windows(dict[Optimizer, Window]):
         device: Where their parameters are.
         optimizers: The optimizers of the training, in order; more may come later.
         scaled: Whether a loss scale multiplies their gradients.
-        meet: Called with an optimizer when its window is made.
+        meet: Called with an optimizer before its window is made. It may refuse it.
         remedies: What error messages suggest for each mistake.
         kind: The class of the windows.
 
@@ -361,12 +361,13 @@ class Windows(dict[Optimizer, Window]):
         self.first = self._another()
 
     def __missing__(self, optimizer: Optimizer) -> Window:
+        self._meet(optimizer)
         is_first = optimizer is next(iter(self.optimizers), optimizer)
         is_free = self.first.optimizer is None
         window = self.first if is_first and is_free else self._another()
         window.optimizer = optimizer
         self[optimizer] = window
-        self._meet(optimizer)
+        self._restore(optimizer)
         return window
 
     def _another(self) -> Window:
@@ -414,11 +415,10 @@ class Windows(dict[Optimizer, Window]):
         """Continue from a saved state, also for optimizers that come later."""
         self._saved = state_dict
         for optimizer in self.optimizers:
-            self.restore(optimizer)
+            self._restore(optimizer)
             self.restore_schedule(optimizer)
 
-    def restore(self, optimizer: Optimizer) -> None:
-        """Give an optimizer its part of the loaded state."""
+    def _restore(self, optimizer: Optimizer) -> None:
         counts = self._saved_of(optimizer, "optimizers")
         if counts is not None:
             window = self[optimizer]
@@ -428,17 +428,14 @@ class Windows(dict[Optimizer, Window]):
 
     def restore_schedule(self, optimizer: Optimizer) -> None:
         """Give the schedule of an optimizer its part of the loaded state."""
-        state, schedule = (
-            self._saved_of(optimizer, "plateaus"),
-            self[optimizer].schedule,
-        )
+        state = self._saved_of(optimizer, "plateaus")
+        schedule = self[optimizer].schedule
         if state and schedule is not None:
             schedule.load_state_dict(state)
 
     def _saved_of(self, optimizer: Optimizer, part: str) -> StateDict | None:
         saved: Sequence[StateDict | None] = self._saved.get(part, ())
-        number = self.optimizers.index(optimizer)
-        return saved[number] if number < len(saved) else None
+        return dict(zip(self.optimizers, saved, strict=False)).get(optimizer)
 
 
 def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
