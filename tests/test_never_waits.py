@@ -208,6 +208,41 @@ def test_batches_of_a_loop_never_wait_and_a_report_reads_once():
     assert syncs.calls["batches"]["_fused_adam_"] == 2 * BATCHES
 
 
+class ReadsFoundInf(torch.optim.SGD):
+    """A user's own, which torch's scaler lets skip on the device, as a fused one."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor
+    found_inf: torch.Tensor
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                change = weight.grad / self.grad_scale * group["lr"]
+                weight.sub_(torch.where(self.found_inf > 0, 0.0, change))
+
+
+@needs_fake_cuda
+def test_scheduled_steps_of_an_own_optimizer_that_reads_found_inf_never_wait():
+    with fake_cuda() as syncs:
+        amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cuda")
+        amp.guard.enabled = False  # fake tensors have no values to judge
+        model = amp.prepare(nn.Linear(6, 3).to("cuda"))
+        optimizer = ReadsFoundInf(model.parameters(), lr=0.1)
+        amp.wrap_lr_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        x = torch.ones(4, 6, device="cuda")
+        with syncs.during("batches"):
+            for _ in range(BATCHES):
+                with amp.autocast():
+                    loss = model(x).float().mean()
+                amp.scaler.scale(loss).backward()
+                amp.scaler.step(optimizer)
+                amp.update(loss, samples=len(x))
+    assert syncs.waits["batches"] == {}
+    assert syncs.calls["batches"]["index_select"] > BATCHES
+
+
 @needs_fake_cuda
 def test_rates_of_a_fused_optimizer_are_placed_without_waiting():
     """Also when the scheduler runs ahead again, and its rates go to the device."""

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
+from determined_amp.amp.torch_private import give_found_inf
 from tests.trials import run_of
 
 CPU = torch.device("cpu")
@@ -35,7 +36,8 @@ def make_optimizer(kind=SGD, groups=2, says_fused=False):
         lr=99.0,
         **settings,
     )
-    optimizer.defaults["fused"] = says_fused
+    if says_fused:
+        give_found_inf(optimizer)
     return optimizer
 
 

@@ -29,6 +29,7 @@ from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import StateDict
+from determined_amp.amp.torch_private import reads_found_inf
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,12 @@ class RateSchedule:
 class AppliedStepSchedule(RateSchedule):
     """Moves a torch scheduler with applied steps only.
 
-    A fused optimizer can read its rate on the device. Where steps can be skipped it
-    gets the rate from a table there, 4 bytes per step and group on CUDA. Its other
-    values (momentum, betas) must be numbers on the host, so they follow attempted
-    steps. With any other optimizer the host waits for `found_inf` in `scaler.step`
-    anyway. So the host knows which steps were applied, and sets numbers.
+    An optimizer that reads `found_inf` on the device, as a fused one does, can read its
+    rate there, too. Where steps can be skipped it gets the rate from a table on the
+    device, 4 bytes per step and group on CUDA. Its other values (momentum, betas) must
+    be numbers on the host, so they follow attempted steps. With any other optimizer the
+    host waits for `found_inf` in `scaler.step` anyway. So the host knows which steps
+    were applied, and sets numbers.
 
     A rate takes 32 bytes of host memory per step, betas take 88. The scheduler's
     counters (`last_epoch`) run ahead of the training; its `get_last_lr` returns the
@@ -136,7 +138,7 @@ class AppliedStepSchedule(RateSchedule):
         self._end: str | None = None  # the error that the scheduler raised past its end
         # The rates on the device, (groups, steps), if the optimizer reads them there.
         self._table: torch.Tensor | None = None
-        if skips and self.optimizer.defaults.get("fused"):
+        if skips and reads_found_inf(self.optimizer):
             # CUDA's fused kernels read a float32. A CPU's fused kernels need the same
             # number as its other kernels.
             dtype = torch.float32 if device.type == "cuda" else torch.float64

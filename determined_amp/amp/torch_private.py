@@ -111,6 +111,14 @@ def scale_tensor(scaler: Any) -> Any:
     return scale_in(scaler) if scaler.is_enabled() else None
 
 
+def reads_found_inf(optimizer: Any) -> bool:
+    """Whether an optimizer reads `found_inf` on the device, as torch's fused ones do.
+
+    `GradScaler.step` then calls it even for a skip, and does not wait for the device.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def give_found_inf(optimizer: Any) -> None:
     """Let `GradScaler.step` pass `found_inf` to a fused optimizer, which then skips."""
     optimizer._step_supports_amp_scaling = True
