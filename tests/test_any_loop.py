@@ -402,6 +402,27 @@ class TestGuard:
             made.train(make_batches()[0])
         made.amp.report()
 
+    @pytest.mark.parametrize("skips_backward", [False, True])
+    def test_guard_tells_accumulated_batches_from_those_that_are_left_out(
+        self, *, skips_backward
+    ):
+        """Three of four batches wait for the step of the fourth, and log a NaN."""
+        made = one_model(init_scale=2.0**10)
+        for number in range(40):
+            waits = number % 4 < 3
+            is_used = not (skips_backward and number % 4 in (1, 2))
+            loss = (made.backward if is_used else made.loss)(make_batches()[0])
+            if not waits:
+                made.amp.scaler.step(made.optimizer)
+                made.optimizer.zero_grad()
+            made.end(loss * math.nan if waits else loss)
+        if not skips_backward:
+            assert made.amp.report()["watch_applied_steps"] == 10
+            return
+        made.end(made.loss(infinite()))
+        with pytest.raises(GuardError, match="the loss of 21 of 41 batches since the"):
+            made.amp.report()
+
     def test_state_with_weights_that_are_not_finite_is_not_good(self):
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
         for _ in range(2):

@@ -278,9 +278,10 @@ class AmpCore:
             # add to its own tensor in place, and a CUDA graph replay overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
-        left_out = not (self.scaler.has_stepped or again)
+            if not (self.scaler.has_stepped or again):
+                self.scaler.leave_out(loss)
         self.scaler.has_stepped = False
-        return self.metrics.add(loss, samples, again=again, left_out=left_out)
+        return self.metrics.add(loss, samples, again=again)
 
     # What else a training can use.
 

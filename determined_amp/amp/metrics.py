@@ -102,7 +102,6 @@ class TrainingMetrics:
         self._slots = slots
         self._loss_sum = DeviceSum(device)
         self._losses = 0
-        self._left_out = DeviceSum(device)
         self._batches = 0
         self._timed_samples = 0
         self._waited: float | None = None
@@ -123,7 +122,6 @@ class TrainingMetrics:
         samples: int | None,
         *,
         again: bool = False,
-        left_out: bool = False,
     ) -> dict[str, float]:
         """Count one batch. No synchronisation.
 
@@ -132,7 +130,6 @@ class TrainingMetrics:
             samples: Samples in the batch. None counts as one and measures no speed.
             again: Whether this batch has been counted before, so that only the loss is
                 new.
-            left_out: Whether the batch made no step.
 
         Returns:
             What `train_batch` must return. With several ranks, Determined 0.38.1 needs
@@ -145,8 +142,6 @@ class TrainingMetrics:
         if loss is not None:
             self._loss_sum.add(loss, weight)
             self._losses += weight
-            if left_out:
-                self._left_out.add(~torch.isfinite(loss))
         return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
     def _count(self, samples: int | None) -> None:
@@ -171,7 +166,7 @@ class TrainingMetrics:
         self._loss_sum.reset()
         for window in self.windows.all():
             window.begin_report()
-        self._left_out.reset()
+        self._scaler.left_out.reset()
         self._losses = self._batches = 0
         self._waited = None
         self._timed_samples = 0
@@ -188,7 +183,7 @@ class TrainingMetrics:
         total = self._loss_sum.total()
         of_each = self.windows.all()
         on_device = [
-            (total, self._left_out.total(), *self._scaler.loss_scales()),
+            (total, self._scaler.left_out.total(), *self._scaler.loss_scales()),
             *(each.report_tensors() for each in of_each),
         ]
         (loss, left_out, scale, used), *numbers = read_at_once(on_device)

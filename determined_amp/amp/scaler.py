@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from determined_amp.amp.clips import Clip, listen_to_clips
+from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.mistakes import (
     AWAITS_UPDATE,
     HAS_STEPPED,
@@ -39,7 +40,7 @@ from determined_amp.amp.torch_private import (
     scale_in,
     states_of_steps,
 )
-from determined_amp.amp.window import RUNNING, Window, Windows
+from determined_amp.amp.window import RUNNING, Window, Windows, gradients_of
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -56,6 +57,7 @@ class LossScaler(torch.amp.GradScaler):
         has_scaled: Whether `scale` was called since the last `update`. If not, a step
             would divide gradients that were never multiplied.
         has_stepped: Whether a step was counted since this was last set to False.
+        left_out: How many batches with a loss that is not finite made no step.
         parameters: See above. A rehearsal replaces it, because it leaves gradients
             scaled.
         stop_listening: Call it to let every clip pass from now on: when the training is
@@ -82,6 +84,10 @@ class LossScaler(torch.amp.GradScaler):
         self.windows = windows
         self.has_scaled = False
         self.has_stepped = False
+        self.left_out = DeviceSum(windows.device)
+        self._batch_has_scaled = False
+        # Whether `left_out` has counted the newest batch that may accumulate.
+        self._may_accumulate: torch.Tensor | None = None
         self.parameters = parameters
         self._min_scale = settings.min_scale
         self._scale_before_update: torch.Tensor | None = None
@@ -100,7 +106,9 @@ class LossScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Call `GradScaler.scale`, and record that it was called."""
-        self.has_scaled = True
+        self.has_scaled = self._batch_has_scaled = True
+        if self._may_accumulate is not None:
+            self._take_back_accumulated(self._may_accumulate)
         for window in self.windows.values():
             # `zero_grad` was called instead of a step: torch must unscale again.
             if window.stage is Stage.UNSCALED and not window.has_gradient():
@@ -186,7 +194,20 @@ class LossScaler(torch.amp.GradScaler):
         for window in windows:
             if window.stage is Stage.UPDATED:
                 window.count()
-                self.has_stepped = True
+                self.has_stepped, self._batch_has_scaled = True, False
+
+    def leave_out(self, loss: torch.Tensor) -> None:
+        """Count a batch that made no step, if its loss is not finite.
+
+        No synchronisation.
+
+        Args:
+            loss: Its loss, (), on the device.
+        """
+        is_left_out = ~torch.isfinite(loss)
+        self.left_out.add(is_left_out)
+        if self._batch_has_scaled:
+            self._may_accumulate, self._batch_has_scaled = is_left_out, False
 
     def loss_scale(self) -> torch.Tensor:
         """The current scale, (), float32, on the device; 1 without a scaler."""
@@ -242,6 +263,16 @@ class LossScaler(torch.amp.GradScaler):
         return (
             ((anew, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": anew})
         )
+
+    def _take_back_accumulated(self, is_left_out: torch.Tensor) -> None:
+        """Do not count this batch if its gradients wait for a later step.
+
+        Gradients of 0 are those that `zero_grad` has left.
+        """
+        self._may_accumulate = None
+        for gradient in gradients_of(self.parameters() or ())[:1]:
+            waits = gradient.any().to(is_left_out.device)
+            self.left_out.add(is_left_out & waits, -1)
 
     def _holds_scaled_gradients(self) -> bool:
         """Whether there are scaled gradients that a new scale must not divide."""
