@@ -38,8 +38,7 @@ def guard(
         context._exp_conf["searcher"]["name"] = searcher
     amp = MixedPrecision(context, settings)
     context.models.extend(models)
-    amp.guard._newest = newest
-    return TrialGuard(context, amp.guard, settings)
+    return TrialGuard(context, amp.guard, settings, newest=newest)
 
 
 def judge(watched, *steps, loss=1.0, loss_scale=2.0**16):
@@ -213,14 +212,13 @@ class TestCause:
     @pytest.mark.parametrize(
         ("newest", "words"),
         [
-            (None, "No batch was given"),
+            (None, "Its cause was not looked for: there is no batch"),
             (Rehearsal(lambda scale: None, []), "The newest batch alone is fin"),
         ],
         ids=["no batch", "a finite batch"],
     )
     def test_cause_that_is_not_found_is_said(self, newest, words):
         watched = guard(newest=lambda: newest)
-        watched._guard.without_rehearsal = "No batch was given"
         with pytest.raises(GuardError, match=rf"in a row .*\. {words}"):
             judge(watched, counted(100, 9, 9))
 
@@ -278,7 +276,7 @@ def test_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
         watched.on_validation_end({"validation_loss": value})
     is_only_said = is_bad and error is None
     assert (
-        f"validation_loss is {value}. The newest batch" in caplog.text
+        f"validation_loss is {value}. Its cause was not" in caplog.text
     ) is is_only_said
 
 

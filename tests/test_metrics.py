@@ -140,13 +140,13 @@ class TestTrainingMetrics:
     def test_counts_of_the_first_optimizer_can_be_read_before_it_exists(self):
         context: Any = Context()
         windows = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).windows
-        before = windows.first.counts
+        before = windows.first_counts
         for _ in range(2):
             context.wrap_optimizer(
                 torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
             )
         second, first = (windows[context.optimizers[index]].counts for index in (1, 0))
-        assert first is before is windows.first.counts
+        assert first is before is windows.first_counts
         assert second is not before
         assert [window.counts for window in windows.all()] == [first, second]
 

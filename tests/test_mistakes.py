@@ -546,6 +546,10 @@ def pickles_the_loop(loop):
     pickle.dumps(loop.amp)
 
 
+def prepares_twice(loop):
+    loop.amp.prepare(loop.model)
+
+
 MISTAKES_IN_A_LOOP = {
     steps_the_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
     steps_an_unknown_optimizer: r"the loop: it steps .* amp\.scaler\.step\(optim",
@@ -560,6 +564,7 @@ MISTAKES_IN_A_LOOP = {
     copies_the_loop: "the loop: it copies .* an AmpLoop for each training",
     copies_its_scaler: "the loop: it copies .* an AmpLoop for each training",
     pickles_the_loop: r"the loop: it copies .* amp\.state_dict\(\) for a checkpoint",
+    prepares_twice: "^the loop: prepare: got a model a second time; allowed: once",
     schedules_twice: (
         "^the loop: wrap_lr_scheduler: its optimizer has a schedule already; join"
     ),

@@ -7,7 +7,9 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from determined_amp.amp.mistakes import (
     IN_A_LOOP,
     IN_A_TRIAL,
     TRANSITIONS,
+    Call,
     Mistake,
     Stage,
 )
@@ -192,7 +195,7 @@ def reach(made, stage):
 
 
 # What a training calls, with what it asks of the window in turn.
-CALLS = {
+CALLS: dict[Callable[[Any], Any], tuple[Call, ...]] = {
     lambda made: made.scaler.unscale_(made.optimizer): ("unscale",),
     lambda made: made.window.move("clip"): ("clip",),
     lambda made: made.scaler.step(made.optimizer): ("begin_step", "step"),
@@ -215,7 +218,7 @@ class TestStages:
         assert made.window.stage is stage
         after = stage
         for each in CALLS[call]:
-            after = TRANSITIONS[after][each]
+            after = TRANSITIONS[after].get(each, after)
             if isinstance(after, Mistake):
                 with pytest.raises(ConfigError, match=re.escape(after.value)):
                     call(made)
@@ -246,7 +249,9 @@ class TestStages:
 
     def test_each_mistake_has_words_and_all_but_one_a_remedy(self):
         assert (
-            set(IN_A_LOOP) == set(IN_A_TRIAL) == {*Mistake} - {Mistake.UPDATES_NOTHING}
+            IN_A_LOOP.remedies.keys()
+            == IN_A_TRIAL.remedies.keys()
+            == {*Mistake} - {Mistake.UPDATES_NOTHING}
         )
         assert "amp.update" in Mistake.UPDATES_NOTHING.value
 

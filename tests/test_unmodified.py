@@ -340,14 +340,12 @@ class Rehearses(Plain):
     """
 
     def train_batch(self, batch, epoch_idx, batch_idx):
-        amp = amp_of(self.context)
-        assert amp is not None
+        amp: Any = amp_of(self.context)
         is_first = batch_idx == 0
         loss = self.loss(batch) * (1e30 if is_first else 1.0)
         self.context.backward(loss)
         if not (is_first or amp.is_rehearsing):
-            rehearsal: Any = amp._rehearsal()
-            rehearsal.run(None)
+            amp._batches.rehearsal().run(None)
             self.found_inf = amp.windows[self.optimizer].found_inf
         return {"loss": 0.0}
 

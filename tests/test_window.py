@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from determined_amp import AmpLoop, AmpSettings, Precision
+from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.window import Window, fill_momentum
@@ -34,9 +35,13 @@ def momenta(optimizer):
 
 
 def window_of(optimizer, *, scaled):
-    window = Window(CPU, scaled=scaled)
-    window.optimizer = optimizer
-    return window, optimizer
+    counts = StepCounts(CPU, can_skip=scaled)
+    return Window(optimizer, counts, CPU, scaled=scaled), optimizer
+
+
+def a_window(*, scaled):
+    window, _ = window_of(SGD([nn.Parameter(torch.ones(1))], lr=1.0), scaled=scaled)
+    return window
 
 
 class TestClip:
@@ -51,7 +56,7 @@ class TestClip:
         ],
     )
     def test_clip_measures_the_norm_before_it_clips(self, max_norm, left):
-        window = Window(CPU, scaled=True)
+        window = a_window(scaled=True)
         window.move("unscale")
         parameters = having(torch.tensor([3.0, 4.0]), torch.tensor([12.0]))
         without = nn.Parameter(torch.ones(1))
@@ -73,7 +78,7 @@ class TestClip:
         """Finite gradients, too large for their norm: without a scale the clip makes
         them 0.
         """
-        window = Window(CPU, scaled=scaled)
+        window = a_window(scaled=scaled)
         for values in ([3.0, 4.0], [1.0e30, 1.0e30]):
             window.move("unscale")
             window.clip(having(torch.tensor(values)), 1.0, lambda: torch.ones(()))
@@ -92,7 +97,7 @@ def test_optimizer_has_a_gradient_if_any_group_has_one():
 
 class TestMeasure:
     def test_largest_gradient_of_a_report_is_kept(self):
-        window = Window(CPU, scaled=True)
+        window = a_window(scaled=True)
         for gradient, largest in (
             (math.inf, 0),
             (math.nan, 0),
@@ -112,7 +117,7 @@ class TestMeasure:
     def test_gradients_of_every_tenth_step_are_measured_with_a_loss_scale(
         self, attempted, largest, *, scaled
     ):
-        window = Window(CPU, scaled=scaled)
+        window = a_window(scaled=scaled)
         window.counts.attempted = attempted
         window.measure(having(torch.ones(1)), UNSCALED)
         assert window.largest.item() == largest

@@ -49,7 +49,7 @@ class EMAWeights(pytorch.PyTorchCallback):
             for name, parameter in inner.named_parameters()
         }
         self._counts = (
-            amp.windows.first.counts if optimizer is None else amp.steps(optimizer)
+            amp.windows.first_counts if optimizer is None else amp.steps(optimizer)
         )
         self._attempted = 0
         self._applied = self._counts.applied.clone()

@@ -1,14 +1,14 @@
 """Mixed precision for one training, with any loop; depends on torch only.
 
 The file follows one step: the forward in `autocast`, the backward of
-`scaler.scale(loss)`, the clip, `scaler.step`, and at the end of the batch
-`finish_steps` and the sums for the next report.
+`scaler.scale(loss)`, the clip, `scaler.step`, and `update`, which ends the batch: it
+updates the scale, counts the steps, and adds to the sums for the next report.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from typing import Any, NoReturn, SupportsIndex, TypeVar
@@ -26,11 +26,11 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.mistakes import Mistake, Stage, error_of
+from determined_amp.amp.mistakes import Mistake, Stage, Words
 from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
-from determined_amp.amp.rehearse.restored import attributes_apart, without_steps
+from determined_amp.amp.rehearse.restored import without_steps
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
@@ -82,9 +82,7 @@ class AmpCore:
         PrecisionError: if the device only emulates the precision.
     """
 
-    # How error messages begin, and what they suggest after each mistake.
-    source: str
-    remedies: Mapping[Mistake, str]
+    words: Words  # what error messages say
 
     is_rehearsing = False
     _started = False
@@ -110,7 +108,7 @@ class AmpCore:
             optimizers,
             scaled=settings.scales_the_loss,
             meet=_weakly(self._meet),
-            remedies=self.remedies,
+            words=self.words,
         )
         parameters = _weakly(self.parameters)
         self.scaler = LossScaler(
@@ -124,29 +122,31 @@ class AmpCore:
             self.scaler,
             models=models,
             slots=slots,
-            newest=_weakly(self._rehearsal),
         )
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
         self._patches = ExitStack()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise error_of(Mistake.COPIES, self.remedies)
+        raise self.words.error_of(Mistake.COPIES)
 
     # Before the training.
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Keep `fp32_modules` in float32, compile the forward, and return the model.
 
-        Call it for every model. Pass a `DistributedDataParallel` model with its
+        Call it once for every model. Pass a `DistributedDataParallel` model with its
         wrapper. The forward is compiled only if the settings have `compile`. A pattern
         that matches no module of any model is an error when the training starts.
 
         Raises:
+            ConfigError: if the model is prepared already.
             IslandError: if a pattern is not a regular expression, or the patterns match
                 the whole model.
         """
         inner = unwrapped(model)
+        if inner in self._prepared:
+            raise self._wrong("prepare", "got a model a second time; allowed: once")
         patterns, compiled = self.settings.fp32_modules, self.settings.compile
         here = matching(inner, patterns)
         keep_in_float32(
@@ -185,6 +185,8 @@ class AmpCore:
                 "wrap_lr_scheduler",
                 f"got a {kind}; allowed: one of torch.optim.lr_scheduler",
             )
+        if self.is_rehearsing:  # the training wraps it later
+            return scheduler
         optimizer = scheduler.optimizer
         window = self.windows[optimizer]
         if window.schedule is not None:
@@ -226,6 +228,8 @@ class AmpCore:
         max_norm: float,
         parameters: Iterable[torch.Tensor] | None = None,
     ) -> None:
+        if self.is_rehearsing:
+            return
         window = self.windows[optimizer]
         if window.stage is not Stage.UNSCALED:
             self.scaler.unscale_(optimizer)
@@ -244,7 +248,7 @@ class AmpCore:
             ConfigError: if the step belongs to this training.
         """
         if optimizer in self.windows or self._trains_weights_of(optimizer):
-            raise error_of(Mistake.STEPS_ITSELF, self.remedies)
+            raise self.words.error_of(Mistake.STEPS_ITSELF)
 
     def _trains_weights_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer moves weights that this training has begun to train."""
@@ -308,7 +312,7 @@ class AmpCore:
 
         Read it again after every step.
         """
-        return self.windows.first.counts.applied
+        return self.windows.first_counts.applied
 
     @property
     def last_step_applied(self) -> torch.Tensor:
@@ -325,34 +329,30 @@ class AmpCore:
                 " amp.update(...)"
             )
             raise self._wrong("last_step_applied", problem)
-        return self.windows.first.counts.last_step_applied
+        return self.windows.first_counts.last_step_applied
 
     @property
     def attempted_steps(self) -> int:
         """Steps of the first optimizer, applied and skipped."""
-        return self.windows.first.counts.attempted
+        return self.windows.first_counts.attempted
 
     @contextmanager
     def without_steps(self, scale: float | None = None) -> Iterator[None]:
         """Step, zero, clip and count nothing in this block.
 
-        A rehearsal uses it to look for a fault or the loss scale. The block has its own
-        windows, and what the scaler records in it is dropped at its end.
+        A rehearsal uses it to look for a fault or the loss scale. An optimizer that
+        this training does not know loses its gradients before its step, so the step
+        changes nothing.
 
         Args:
             scale: The loss scale in this block; by default the current one.
         """
-        scaler, windows = self.scaler, self.windows.rehearsed()
-        still = [(scaler, "parameters"), *self._other_step_methods()]
-        with ExitStack() as stack:
-            stack.enter_context(attributes_apart(scaler, [self.windows]))
-            for owner in (self, scaler):
-                stack.enter_context(patched(owner, "windows", windows))
-            stack.enter_context(patched(RUNNING, "window", windows.first))
-            stack.enter_context(patched(self, "is_rehearsing", True))
-            stack.enter_context(
-                without_steps(scaler, self.optimizers, still, scale=scale)
-            )
+        others = self._other_step_methods()
+        with (
+            patched(self, "is_rehearsing", True),
+            patched(self.scaler, "is_rehearsing", True),
+            without_steps(self.scaler, self.optimizers, others, scale=scale),
+        ):
             yield
 
     def rehearsal_by(self, train: Callable[[], object], batch: Any = None) -> Rehearsal:
@@ -384,11 +384,7 @@ class AmpCore:
                 ".bfloat16(); autocast computes in 16 bits with weights in float32: "
                 "leave that out"
             )
-            raise ConfigError(self.source, [problem])
-
-    def _rehearsal(self) -> Rehearsal | None:
-        """The rehearsal of the newest batch; None if there is none."""
-        raise NotImplementedError
+            raise ConfigError(self.words.source, [problem])
 
     def _other_step_methods(self) -> Sequence[tuple[object, str]]:
         """What else moves weights or schedules: objects, each with a method name."""
@@ -439,7 +435,7 @@ class AmpCore:
 
     @classmethod
     def _wrong(cls, place: str, problem: str) -> ConfigError:
-        return ConfigError(cls.source, [f"{place}: {problem}"])
+        return ConfigError(cls.words.source, [f"{place}: {problem}"])
 
 
 @cache
@@ -462,7 +458,12 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     for reference in list(_TRAININGS):
         training = reference()
-        if not RUNNING.in_threads and RUNNING.window is None and training is not None:
+        if training is None or RUNNING.in_threads or RUNNING.window is not None:
+            continue
+        if training.is_rehearsing:
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+        else:
             training.on_step_without_scaler(optimizer, args, kwargs)
     if RUNNING.window is not None:
         RUNNING.window.see_step(optimizer)

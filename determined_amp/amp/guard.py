@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -39,8 +39,10 @@ MIN_STEPS_TO_JUDGE = 10
 # The end of a message if the newest batch shows no cause.
 _FINITE = "The newest batch alone is finite"
 
-# Returns the rehearsal of the newest batch; None if there is none.
-NewestRehearsal = Callable[[], "Rehearsal | None"]
+_NO_BATCH = (
+    "Its cause was not looked for: there is no batch to train again; in a loop give "
+    "the newest batch and the loss function, amp.report(batch, loss_fn)"
+)
 
 
 class Guard:
@@ -52,13 +54,10 @@ class Guard:
         scaler: The scaler of the training.
         models: The models of the training. More may be appended until `start`.
         slots: The processes of the training. All of them judge at the same time.
-        newest: Returns the rehearsal of the newest batch.
 
     Attributes:
         enabled: A command that borrows the loop sets it to False before the training.
             Then nothing is judged, audited, found or warned about.
-        without_rehearsal: What a message says instead of a cause if no batch can be
-            rehearsed.
     """
 
     def __init__(
@@ -69,16 +68,13 @@ class Guard:
         *,
         models: Sequence[nn.Module],
         slots: Slots,
-        newest: NewestRehearsal,
     ) -> None:
         self.enabled = True
-        self.without_rehearsal = _FINITE
         self._settings = settings
         self._metrics = metrics
         self._scaler = scaler
         self._models = models
         self._slots = slots
-        self._newest = newest
         self._statistics = RunningStatistics(())
         # Applied and skipped steps of each optimizer when its ratio was last judged.
         self._judged_at: dict[str, tuple[int, int]] = {}
@@ -120,11 +116,12 @@ class Guard:
                 ),
             )
 
-    def judge(self, metrics: Metrics) -> None:
+    def judge(self, metrics: Metrics, newest: Rehearsal | None) -> None:
         """Judge the newest report, right after it was made.
 
         Args:
             metrics: What was reported, the same on every slot.
+            newest: The rehearsal of the newest batch; None if there is none.
 
         Raises:
             GuardError: if the run no longer trains, unless `on_overflow` is `warn`.
@@ -136,20 +133,21 @@ class Guard:
         if steps is None:
             return
         loss = metrics.get("loss") if loss is None else loss
-        failure = next(self._failures(steps, loss), None)
-        if failure is not None:
-            self.fail(failure, metrics)
+        failures = [*self._failures(steps, loss)]
+        if failures:
+            self.fail(failures[0], metrics, newest)
 
     def repair(self) -> None:
         """Restore running statistics that are not finite, also before a validation."""
         self._statistics.repair()
 
-    def fail(self, failure: str, metrics: Metrics) -> None:
+    def fail(self, failure: str, metrics: Metrics, newest: Rehearsal | None) -> None:
         """End the run with the cause of a failure, or log it as a warning.
 
         Args:
             failure: A sentence without its full stop.
             metrics: The report or validation that shows the failure.
+            newest: See `judge`.
 
         Raises:
             GuardError: unless `on_overflow` is `warn`.
@@ -159,23 +157,20 @@ class Guard:
         warns = self._settings.on_overflow is OnOverflow.WARN
         is_known = warns and self._explained
         self._explained = True
-        message = (
-            f"{failure}."
-            f" {'Its cause is not looked for again' if is_known else self._cause()}"
-        )
+        cause = "Its cause is not looked for again" if is_known else self._cause(newest)
+        message = f"{failure}. {cause}"
         if not warns:
             are_finite = not is_not_finite(self._norm(math.inf))
             is_good = self._settings.scales_the_loss and are_finite
             raise GuardError(message, state_is_good=is_good, metrics=metrics)
         logger.warning("%s", message)
 
-    def _cause(self) -> str:
+    def _cause(self, rehearsal: Rehearsal | None) -> str:
         """Rehearse every slot's newest batch; return the first bad slot's cause."""
-        rehearsal = self._newest()
         # A loop may give its batch on some slots only, but all slots must take part.
         given = self._slots.allgather(rehearsal is not None)
         if rehearsal is None or not all(given):
-            return self.without_rehearsal
+            return _NO_BATCH
         cause = find_cause(
             rehearsal,
             self._slots,

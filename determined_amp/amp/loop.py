@@ -42,11 +42,6 @@ from determined_amp.amp.tensors import own_copy
 
 logger = logging.getLogger(__name__)
 
-_NOT_REHEARSED = (
-    "Its cause was not looked for: give the newest batch and the loss function, "
-    "amp.report(batch, loss_fn)"
-)
-
 
 class AmpLoop(AmpCore):
     """The parts of one training loop; see `AmpCore` for its attributes.
@@ -63,8 +58,7 @@ class AmpLoop(AmpCore):
         PrecisionError: if the device only emulates the precision.
     """
 
-    source = "the loop"
-    remedies = IN_A_LOOP
+    words = IN_A_LOOP
 
     def __init__(
         self,
@@ -83,8 +77,6 @@ class AmpLoop(AmpCore):
             )
         slots = slots or ProcessGroup(torch.device(device))
         super().__init__(settings, device, slots=slots, models=[], optimizers=[])
-        self.guard.without_rehearsal = _NOT_REHEARSED
-        self._newest: Rehearsal | None = None
         self._see_steps()
 
     # Before the training.
@@ -191,11 +183,8 @@ class AmpLoop(AmpCore):
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
         metrics = self.metrics.cross_slot_reduce(everywhere)
         self.metrics.reset()
-        self._newest = None if loss_fn is None else self.rehearsal(batch, loss_fn)
-        try:
-            self.guard.judge(metrics)
-        finally:
-            self._newest = None  # it references this loop
+        newest = None if loss_fn is None else self.rehearsal(batch, loss_fn)
+        self.guard.judge(metrics, newest)
         return metrics
 
     def validated(self, metric: float) -> None:
@@ -264,9 +253,6 @@ class AmpLoop(AmpCore):
             torch.autograd.backward(self.scaler.scale(loss))
 
         return self.rehearsal_by(train, batch)
-
-    def _rehearsal(self) -> Rehearsal | None:
-        return self._newest
 
     def _meet(self, optimizer: Optimizer) -> None:
         super()._meet(optimizer)

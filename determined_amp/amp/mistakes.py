@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from determined_amp.amp.errors import ConfigError
 
@@ -42,49 +44,67 @@ class Mistake(enum.Enum):
     UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
 
 
-_AFTER_A_STEP: Mapping[str, Stage | Mistake] = {
+# What a training asks of a window.
+Call = Literal[
+    "unscale",
+    "clip",
+    "begin_step",
+    "step",
+    "leave_out",
+    "update",
+    "count",
+    "end_batch",
+]
+
+_BEFORE_A_STEP: Mapping[Call, Stage | Mistake] = {
+    "unscale": Stage.UNSCALED,
+    "step": Stage.STEPPED,
+    "leave_out": Stage.LEFT_OUT,
+    "update": Stage.SCALED,
+}
+_STILL_SCALED = {**_BEFORE_A_STEP, "clip": Mistake.CLIPS_SCALED}
+_AFTER_A_STEP: Mapping[Call, Stage | Mistake] = {
     "unscale": Mistake.STEPS_TWICE,
     "clip": Mistake.STEPS_TWICE,
     "begin_step": Mistake.STEPS_TWICE,
     "step": Mistake.STEPS_TWICE,
     "update": Stage.UPDATED,
-    "count": Stage.SCALED,
     "end_batch": Mistake.UPDATES_NOTHING,
 }
 
-# Where each call leads from each stage; `Window.move` looks it up. Mistakes that are
-# possible in every stage are not here: a step that bypasses the scaler, takes a
-# closure, or has no scaled loss since the last update.
-TRANSITIONS: Mapping[Stage, Mapping[str, Stage | Mistake]] = {
-    Stage.SCALED: {
-        "unscale": Stage.UNSCALED,
-        "clip": Mistake.CLIPS_SCALED,
-        "begin_step": Stage.SCALED,
-        "step": Stage.STEPPED,
-        "leave_out": Stage.LEFT_OUT,  # an unmodified trial calls no `unscale_`
-        "update": Stage.SCALED,
-        "end_batch": Stage.SCALED,
-    },
-    Stage.UNSCALED: {
-        "unscale": Stage.UNSCALED,  # an enabled GradScaler refuses it itself
-        "clip": Stage.UNSCALED,
-        "begin_step": Stage.UNSCALED,
-        "step": Stage.STEPPED,
-        "leave_out": Stage.LEFT_OUT,
-        "update": Stage.SCALED,
-        "end_batch": Stage.UNSCALED,
-    },
-    Stage.LEFT_OUT: {
-        "unscale": Stage.UNSCALED,
-        "clip": Mistake.CLIPS_SCALED,
-        "begin_step": Stage.LEFT_OUT,
-        "step": Stage.STEPPED,
-        "update": Stage.SCALED,
-        "end_batch": Stage.LEFT_OUT,
-    },
+# Where each call leads from each stage; a call that is not here changes nothing.
+# `Window.move` looks it up. Mistakes that are possible in every stage are not here: a
+# step that bypasses the scaler, takes a closure, or has no scaled loss since the last
+# update.
+TRANSITIONS: Mapping[Stage, Mapping[Call, Stage | Mistake]] = {
+    Stage.SCALED: _STILL_SCALED,
+    Stage.UNSCALED: _BEFORE_A_STEP,  # an enabled GradScaler refuses a second `unscale_`
+    Stage.LEFT_OUT: _STILL_SCALED,
     Stage.STEPPED: _AFTER_A_STEP,
-    Stage.UPDATED: _AFTER_A_STEP,
+    Stage.UPDATED: {**_AFTER_A_STEP, "count": Stage.SCALED},
 }
+
+
+@dataclass(frozen=True)
+class Words:
+    """How the errors of one kind of training speak.
+
+    Args:
+        source: How they begin.
+        place: Where in the user's code the mistake is; empty if that is clear.
+        remedies: What to write instead of each mistake.
+    """
+
+    source: str
+    place: str
+    remedies: Mapping[Mistake, str]
+
+    def error_of(self, mistake: Mistake) -> ConfigError:
+        """The error for a mistake."""
+        remedy = self.remedies.get(mistake)
+        allowed = f"; allowed: {remedy}" if remedy else ""
+        return ConfigError(self.source, [f"{self.place}{mistake.value}{allowed}"])
+
 
 _TWICE = (
     "amp.update(...) at the end of each batch, with amp.finish_steps() between two"
@@ -92,39 +112,36 @@ _TWICE = (
 )
 _NO_SCALE = "precision amp_bf16, tf32 or fp32"
 
-# What to write instead in a loop of your own.
-IN_A_LOOP: Mapping[Mistake, str] = {
-    Mistake.CLIPS_SCALED: "amp.clip_gradients(optimizer, max_norm=...)",
-    Mistake.STEPS_TWICE: _TWICE,
-    Mistake.STEPS_ITSELF: "amp.scaler.step(optimizer)",
-    Mistake.TAKES_CLOSURE: _NO_SCALE,
-    Mistake.SCALES_NO_LOSS: "amp.scaler.scale(loss).backward()",
-    Mistake.COPIES: "an AmpLoop for each training; amp.state_dict() for a checkpoint",
-}
+# A loop of the user's own.
+IN_A_LOOP = Words(
+    "the loop",
+    "",
+    {
+        Mistake.CLIPS_SCALED: "amp.clip_gradients(optimizer, max_norm=...)",
+        Mistake.STEPS_TWICE: _TWICE,
+        Mistake.STEPS_ITSELF: "amp.scaler.step(optimizer)",
+        Mistake.TAKES_CLOSURE: _NO_SCALE,
+        Mistake.SCALES_NO_LOSS: "amp.scaler.scale(loss).backward()",
+        Mistake.COPIES: (
+            "an AmpLoop for each training; amp.state_dict() for a checkpoint"
+        ),
+    },
+)
 
-# The same in the `train_batch` of a trial.
-IN_A_TRIAL: Mapping[Mistake, str] = {
-    Mistake.CLIPS_SCALED: (
-        "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
-        "amp.scaler.unscale_(optimizer) first"
-    ),
-    Mistake.STEPS_TWICE: _TWICE,
-    Mistake.TAKES_CLOSURE: _NO_SCALE,
-    Mistake.STEPS_ITSELF: "context.step_optimizer(optimizer, scaler=amp.scaler)",
-    Mistake.SCALES_NO_LOSS: "context.backward(amp.scaler.scale(loss))",
-    Mistake.COPIES: "a MixedPrecision for each context; its checkpoints have the state",
-}
-
-
-def error_of(mistake: Mistake, remedies: Mapping[Mistake, str]) -> ConfigError:
-    """The error for a mistake.
-
-    Args:
-        mistake: The mistake.
-        remedies: `IN_A_LOOP` or `IN_A_TRIAL`.
-    """
-    source, place = (
-        ("the trial", "train_batch: ") if remedies is IN_A_TRIAL else ("the loop", "")
-    )
-    remedy = f"; allowed: {remedies[mistake]}" if mistake in remedies else ""
-    return ConfigError(source, [f"{place}{mistake.value}{remedy}"])
+IN_A_TRIAL = Words(
+    "the trial",
+    "train_batch: ",
+    {
+        Mistake.CLIPS_SCALED: (
+            "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
+            "amp.scaler.unscale_(optimizer) first"
+        ),
+        Mistake.STEPS_TWICE: _TWICE,
+        Mistake.TAKES_CLOSURE: _NO_SCALE,
+        Mistake.STEPS_ITSELF: "context.step_optimizer(optimizer, scaler=amp.scaler)",
+        Mistake.SCALES_NO_LOSS: "context.backward(amp.scaler.scale(loss))",
+        Mistake.COPIES: (
+            "a MixedPrecision for each context; its checkpoints have the state"
+        ),
+    },
+)

@@ -1,6 +1,8 @@
 """Replaces an attribute for the duration of a block.
 
-These attributes of torch are replaced this way, for the whole process:
+While a training runs, these attributes of torch are replaced for the whole process. The
+doctor replaces more (`check/recorder.py`), and a resume `torch.load`
+(`trial/controller.py`).
 
 * `torch.autocast.__enter__`, while a batch is rehearsed in another dtype: the trial's
   own code opens the regions, so nothing else can change their dtype.

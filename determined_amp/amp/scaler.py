@@ -29,7 +29,6 @@ from determined_amp.amp.mistakes import (
     MAY_BE_SCALED,
     Mistake,
     Stage,
-    error_of,
 )
 from determined_amp.amp.patched import do_nothing
 from determined_amp.amp.plain_data import StateDict
@@ -58,8 +57,9 @@ class LossScaler(torch.amp.GradScaler):
             would divide gradients that were never multiplied.
         has_stepped: Whether a step was counted since this was last set to False.
         left_out: How many batches with a loss that is not finite made no step.
-        parameters: See above. A rehearsal replaces it, because it leaves gradients
-            scaled.
+        parameters: See above.
+        is_rehearsing: Whether a batch is rehearsed. Then gradients stay scaled, and
+            nothing is recorded or refused.
         stop_listening: Call it to let every clip pass from now on: when the training is
             over, or if gradients are unscaled right after each backward.
     """
@@ -89,6 +89,7 @@ class LossScaler(torch.amp.GradScaler):
         # Whether `left_out` has counted the newest batch that may accumulate.
         self._may_accumulate: torch.Tensor | None = None
         self.parameters = parameters
+        self.is_rehearsing = False
         self._min_scale = settings.min_scale
         self._scale_before_update: torch.Tensor | None = None
         self._one = torch.ones((), device=windows.device)
@@ -100,12 +101,14 @@ class LossScaler(torch.amp.GradScaler):
             )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise error_of(Mistake.COPIES, self.windows.remedies)
+        raise self.windows.words.error_of(Mistake.COPIES)
 
     # The calls of torch's recipe.
 
     def scale(self, outputs: Any) -> Any:
         """Call `GradScaler.scale`, and record that it was called."""
+        if self.is_rehearsing:
+            return super().scale(outputs)
         self.has_scaled = self._batch_has_scaled = True
         if self._may_accumulate is not None:
             self._take_back_accumulated(self._may_accumulate)
@@ -138,7 +141,7 @@ class LossScaler(torch.amp.GradScaler):
             args, kwargs = self._with_new_casts(closure, args, kwargs)
         elif window.has_gradient():
             if not self.has_scaled:
-                raise error_of(Mistake.SCALES_NO_LOSS, self.windows.remedies)
+                raise self.windows.words.error_of(Mistake.SCALES_NO_LOSS)
         elif self._scales:
             # A step without gradients changes nothing in float32. Here torch would
             # raise an error, so we record that there is no overflow.
@@ -185,6 +188,8 @@ class LossScaler(torch.amp.GradScaler):
         An overflow lowers the scale even if the training left out the step, for example
         because of the norm.
         """
+        if self.is_rehearsing:
+            return
         windows = self.windows.values()
         awaiting = {each.stage for each in windows if each.stage in AWAITS_UPDATE}
         if awaiting and not (
@@ -204,7 +209,7 @@ class LossScaler(torch.amp.GradScaler):
         Args:
             loss: Its loss, (), on the device.
         """
-        is_left_out = ~torch.isfinite(loss)
+        is_left_out = (~torch.isfinite(loss)).float()
         self.left_out.add(is_left_out)
         if self._batch_has_scaled:
             self._may_accumulate, self._batch_has_scaled = is_left_out, False
@@ -258,7 +263,7 @@ class LossScaler(torch.amp.GradScaler):
             ConfigError: if there is a loss scale.
         """
         if self._scales:
-            raise error_of(Mistake.TAKES_CLOSURE, self.windows.remedies)
+            raise self.windows.words.error_of(Mistake.TAKES_CLOSURE)
         anew = partial(_call_with_new_casts, closure)
         return (
             ((anew, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": anew})
@@ -270,9 +275,9 @@ class LossScaler(torch.amp.GradScaler):
         Gradients of 0 are those that `zero_grad` has left.
         """
         self._may_accumulate = None
-        for gradient in gradients_of(self.parameters() or ())[:1]:
+        for gradient in gradients_of(self.parameters() or ())[-1:]:
             waits = gradient.any().to(is_left_out.device)
-            self.left_out.add(is_left_out & waits, -1)
+            self.left_out.add(-is_left_out * waits)
 
     def _holds_scaled_gradients(self) -> bool:
         """Whether there are scaled gradients that a new scale must not divide."""
@@ -283,14 +288,14 @@ class LossScaler(torch.amp.GradScaler):
 
     def _refuse_clip(self, clip: Clip) -> None:
         """Raise if torch is about to clip a gradient that is still scaled."""
-        if not self.has_scaled:
+        if self.is_rehearsing or not self.has_scaled:
             return
         scaled = {parameter.grad for parameter in self.parameters() or ()}
         for optimizer, window in self.windows.items():
             if window.stage not in MAY_BE_SCALED:
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}
         if not scaled.isdisjoint(clip.gradients):
-            raise error_of(Mistake.CLIPS_SCALED, self.windows.remedies)
+            raise self.windows.words.error_of(Mistake.CLIPS_SCALED)
 
     def _keep_what_was_found(self, optimizer: object) -> None:
         """Save the outcome of dropped gradients for `update`; allow a new unscale."""

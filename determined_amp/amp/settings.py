@@ -121,8 +121,8 @@ class AmpSettings:
         max_consecutive_skips: More skipped steps in a row than this count as a failure.
         max_skip_ratio: A larger share of skipped steps than this, over ten or more
             steps, counts as a failure, except at the start, while the scale settles.
-        on_overflow: What to do about a failure. A loss that is not finite is a failure,
-            too.
+        on_overflow: What to do about a failure. In a precision without a loss scale, a
+            loss that is not finite is a failure, too.
         eval_precision: Precision of validation.
         fp32_modules: Regular expressions; modules whose names match compute in float32.
         audit: Stop if the first batch of a `PyTorchTrial` is not computed in

@@ -1,8 +1,8 @@
 """The private names of torch that the library uses.
 
-Other files use only `torch._foreach_*`, and `_saved_*` of autograd nodes, which torch
-documents. torch offers no public way to do what is done here. To support another
-version of torch, review this file.
+Other files use `torch._foreach_*`, and `_saved_*` of autograd nodes, which torch
+documents, but no other private name. torch offers no public way to do what is done
+here. To support another version of torch, review this file.
 """
 
 from __future__ import annotations

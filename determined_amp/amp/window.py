@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,13 +18,14 @@ from determined_amp.amp.mistakes import (
     IN_A_LOOP,
     MAY_BE_SCALED,
     TRANSITIONS,
+    Call,
     Mistake,
     Stage,
-    error_of,
+    Words,
 )
+from determined_amp.amp.patched import do_nothing
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.schedules import RateSchedule
-from determined_amp.amp.tensors import parameters_of
 from determined_amp.amp.torch_private import version_of
 
 # Optimizer steps between two measurements of the largest gradient. Each measurement
@@ -55,27 +56,30 @@ class Window:
         +------ UPDATED
           count
 
-    For the gradients of the next backward, LEFT_OUT is the same as SCALED. `update`
+    For the gradients of the next backward, LEFT_OUT is the same as SCALED. An
+    unmodified trial calls no `unscale`, and leaves out from SCALED. `update`
     takes both UNSCALED and LEFT_OUT to SCALED, because those gradients made no step.
     Their norm does not count, but an overflow in them lowers the scale.
 
-    Nothing in a window reads the device.
+    Nothing in a window waits for the device.
 
     Args:
+        optimizer: The optimizer.
+        counts: Its steps since the start of the training.
         device: Where the parameters are.
         scaled: Whether a loss scale multiplies the gradients, so that steps can be
             skipped.
-        remedies: What error messages suggest for each mistake.
+        words: What error messages say.
 
     Attributes:
-        optimizer: The optimizer, once there is one.
+        optimizer: See above.
         stage: The current stage in the diagram.
         skipped: Whether the newest step was skipped, until it is counted.
         found_inf: Whether a backward overflowed, (), float32, on the device; None if
             only the scaler checks, or nothing was checked yet.
         gradients_used: Whether a step has used the gradients since the last backward.
             Only unmodified trials read this and `found_inf`.
-        counts: The steps since the start of the training.
+        counts: See above.
         norm_sum: The sum of the gradient norms since the last report.
         has_norm: Whether a norm was ever measured.
         largest: The largest scaled gradient since the last report, (), on the device; 0
@@ -87,18 +91,20 @@ class Window:
 
     def __init__(
         self,
+        optimizer: Optimizer,
+        counts: StepCounts,
         device: torch.device,
         *,
         scaled: bool,
-        remedies: Mapping[Mistake, str] = IN_A_LOOP,
+        words: Words = IN_A_LOOP,
     ) -> None:
-        self.optimizer: Optimizer | None = None
+        self.optimizer = optimizer
         self.stage = Stage.SCALED
         self.skipped: Skipped = False
         self.found_inf: torch.Tensor | None = None
         self.gradients_used = False
         self._versions: list[int | None] = []  # of the gradients after a backward
-        self.counts = StepCounts(device, can_skip=scaled)
+        self.counts = counts
         # Without a scale no step is skipped, so a norm that is not finite belongs to an
         # applied step and must show.
         self.norm_sum = DeviceSum(device, finite_only=scaled)
@@ -109,7 +115,7 @@ class Window:
         self.attempted_before = 0
         self.schedule: RateSchedule | None = None
         self._scaled = scaled
-        self._remedies = remedies
+        self._words = words
         self._prepared_groups = 0
 
     @property
@@ -119,23 +125,23 @@ class Window:
 
     # From step to step.
 
-    def move(self, call: str) -> None:
+    def move(self, call: Call) -> None:
         """Go to the stage that a call leads to.
 
         Raises:
             ConfigError: if the call is a mistake in this stage.
         """
-        after = TRANSITIONS[self.stage][call]
+        after = TRANSITIONS[self.stage].get(call, self.stage)
         if isinstance(after, Mistake):
-            raise error_of(after, self._remedies)
+            raise self._words.error_of(after)
         self.stage = after
         if after in MAY_BE_SCALED:
             self._norm = None
 
     def has_gradient(self) -> bool:
         """Whether a parameter of the optimizer has a gradient."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        for group in groups:  # every step asks, so the first gradient ends the loop
+        # every step asks, so the first gradient ends the loop
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     return True
@@ -172,10 +178,9 @@ class Window:
         """
         if not self._prepared_groups:
             self.place_rate()
-        if self.optimizer is not None:
-            fill_momentum(self.optimizer, can_skip=self._scaled)
-            if not any(map(is_lazy, self.parameters())):
-                self._prepared_groups = len(self.optimizer.param_groups)
+        fill_momentum(self.optimizer, can_skip=self._scaled)
+        if not any(map(is_lazy, self.parameters())):
+            self._prepared_groups = len(self.optimizer.param_groups)
 
     def begin_step(self) -> None:
         """Begin a step. It counts as skipped unless torch then calls the optimizer.
@@ -192,8 +197,7 @@ class Window:
         A fused optimizer is called even for a skip, because it reads `found_inf`
         itself.
         """
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        if self._prepared_groups != len(groups):
+        if self._prepared_groups != len(self.optimizer.param_groups):
             self.prepare()
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
@@ -223,7 +227,7 @@ class Window:
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the optimizer."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        groups = self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
     def clip(
@@ -291,21 +295,6 @@ class Window:
         )
 
 
-class RehearsedWindow(Window):
-    """The window of an optimizer while a batch is rehearsed.
-
-    The gradients stay scaled, so it clips nothing. An optimizer that the training does
-    not know loses its gradients before its step, so the step changes nothing.
-    """
-
-    def clip(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def see_step(self, optimizer: Optimizer) -> None:
-        for parameter in parameters_of(optimizer):
-            parameter.grad = None
-
-
 class _Running(threading.local):
     """The window whose step runs in this thread; None between steps.
 
@@ -332,12 +321,12 @@ class Windows(dict[Optimizer, Window]):
         optimizers: The optimizers of the training, in order; more may come later.
         scaled: Whether a loss scale multiplies their gradients.
         meet: Called with an optimizer before its window is made. It may refuse it.
-        remedies: What error messages suggest for each mistake.
-        kind: The class of the windows.
+        words: What error messages say.
 
     Attributes:
         device: See above.
-        first: The window of the first optimizer, which may not exist yet.
+        words: See above.
+        first_counts: The steps of the first optimizer, which may not exist yet.
     """
 
     def __init__(
@@ -346,52 +335,37 @@ class Windows(dict[Optimizer, Window]):
         optimizers: Sequence[Optimizer] = (),
         *,
         scaled: bool,
-        meet: Callable[[Optimizer], object] = lambda optimizer: None,
-        remedies: Mapping[Mistake, str] = IN_A_LOOP,
-        kind: type[Window] = Window,
+        meet: Callable[[Optimizer], object] = do_nothing,
+        words: Words = IN_A_LOOP,
     ) -> None:
         super().__init__()
         self.optimizers = optimizers
         self.device = device
+        self.words = words
         self._scaled = scaled
         self._meet = meet
-        self._kind = kind
-        self.remedies = remedies
         self._saved: StateDict = {}
-        self.first = self._another()
+        self.first_counts = StepCounts(device, can_skip=scaled)
 
     def __missing__(self, optimizer: Optimizer) -> Window:
         self._meet(optimizer)
-        is_first = optimizer is next(iter(self.optimizers), optimizer)
-        is_free = self.first.optimizer is None
-        window = self.first if is_first and is_free else self._another()
-        window.optimizer = optimizer
-        self[optimizer] = window
+        is_first = optimizer is next(iter(self.optimizers), None)
+        own_counts = StepCounts(self.device, can_skip=self._scaled)
+        window = self[optimizer] = Window(
+            optimizer,
+            self.first_counts if is_first else own_counts,
+            self.device,
+            scaled=self._scaled,
+            words=self.words,
+        )
         self._restore(optimizer)
         return window
-
-    def _another(self) -> Window:
-        return self._kind(self.device, scaled=self._scaled, remedies=self.remedies)
-
-    def rehearsed(self) -> Windows:
-        """New windows for a rehearsal, with the training's counts and schedules."""
-        windows = Windows(
-            self.device,
-            self.optimizers,
-            scaled=self._scaled,
-            remedies=self.remedies,
-            kind=RehearsedWindow,
-        )
-        for optimizer, window in self.items():
-            own = windows[optimizer]
-            own.counts, own.schedule = window.counts, window.schedule
-        return windows
 
     def all(self) -> list[Window]:
         """The window of every optimizer, in the order of the training's optimizers."""
         return [self[optimizer] for optimizer in self.optimizers]
 
-    def suffix(self, optimizer: Optimizer | None) -> str:
+    def suffix(self, optimizer: Optimizer) -> str:
         """The ending of an optimizer's metric names; empty if there is only one."""
         several = len(self.optimizers) > 1
         return f"_{self.optimizers.index(optimizer)}" if several else ""

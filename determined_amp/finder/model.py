@@ -57,7 +57,8 @@ def find_loss_scale(
         )
     where = _device(model, device)
     moved = _moved(batches, where)
-    rehearsals = [rehearsal_of(model, loss_fn, batch, where) for batch in moved]
+    amp = _loop(model, where)
+    rehearsals = [amp.rehearsal(batch, loss_fn) for batch in moved]
     counts = {"batches": len(moved), "samples": sum(map(_samples, moved))}
     finding = find_range(rehearsals, OneSlot())
     run = run_now(type(model).__name__, where, init_scale=init_scale, **counts)
@@ -70,11 +71,15 @@ def rehearsal_of(
     batch: Any,
     device: torch.device,
 ) -> Rehearsal:
-    """Make the rehearsal of a batch for `find_loss_scale`."""
+    """Make the rehearsal of a batch as `find_loss_scale` does."""
+    return _loop(model, device).rehearsal(batch, loss_fn)
+
+
+def _loop(model: nn.Module, device: torch.device) -> AmpLoop:
     settings = AmpSettings(Precision.AMP_FP16, set_backends=False)
     amp = AmpLoop(settings, device, slots=OneSlot())
     amp.models.append(model)  # not by `prepare`, which would change it
-    return amp.rehearsal(batch, loss_fn)
+    return amp
 
 
 def _moved(batches: Iterable[Any], device: torch.device) -> list[Any]:

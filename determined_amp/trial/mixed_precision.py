@@ -29,7 +29,6 @@ from determined_amp.amp.precision import (
     described,
     warn_of_slow_operations,
 )
-from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.experiment import Experiment, constants
 from determined_amp.experiment.failures import (
@@ -79,8 +78,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         PrecisionError: if the device only emulates the precision.
     """
 
-    source = "the trial"
-    remedies = IN_A_TRIAL
+    words = IN_A_TRIAL
     is_unmodified = False
 
     @ending_the_program()
@@ -213,7 +211,10 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             CALLBACK: ResumedTraining(self, self._context),
             "determined_amp.loop": self,
             "determined_amp.guard": TrialGuard(
-                self._context, self.guard, self.settings
+                self._context,
+                self.guard,
+                self.settings,
+                newest=self._batches.rehearsal,
             ),
             PortableCheckpoint.NAME: portable_checkpoint(self._context),
         }
@@ -274,9 +275,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 "an optimizer has a schedule of amp.wrap_lr_scheduler and one of "
                 "context.wrap_lr_scheduler; allowed: one of them",
             )
-
-    def _rehearsal(self) -> Rehearsal | None:
-        return None if self._batches is None else self._batches.rehearsal()
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:

@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -20,6 +20,7 @@ from determined import core, pytorch
 from determined_amp.amp.errors import GuardError, UserError
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.plain_data import Metrics
+from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import is_not_finite
 from determined_amp.experiment.machine import machine_of
@@ -122,10 +123,16 @@ class TrialGuard(pytorch.PyTorchCallback):
         context: The trial's context. Its searcher decides how a failed trial ends.
         guard: The guard of the training.
         settings: The `amp` section.
+        newest: Makes the rehearsal of the newest batch; None if there is none.
     """
 
     def __init__(
-        self, context: pytorch.PyTorchTrialContext, guard: Guard, settings: AmpSettings
+        self,
+        context: pytorch.PyTorchTrialContext,
+        guard: Guard,
+        settings: AmpSettings,
+        *,
+        newest: Callable[[], Rehearsal | None],
     ) -> None:
         method = searcher(context)
         self._method = str(method.get("name", "single"))
@@ -133,6 +140,7 @@ class TrialGuard(pytorch.PyTorchCallback):
         self._context = context
         self._guard = guard
         self._settings = settings
+        self._newest = newest
 
     def on_training_start(self) -> None:
         self._guard.start()
@@ -157,7 +165,7 @@ class TrialGuard(pytorch.PyTorchCallback):
     ) -> None:
         """Called on every rank with the same numbers, right after a report."""
         with self._ending_the_trial():
-            self._guard.judge(avg_metrics)
+            self._guard.judge(avg_metrics, self._newest())
 
     def on_validation_start(self) -> None:
         self._guard.repair()
@@ -171,7 +179,7 @@ class TrialGuard(pytorch.PyTorchCallback):
         if self._method in _STOPPED_BY_NAN:
             self._end_search_trial(failure)
         with self._ending_the_trial():
-            self._guard.fail(failure, metrics)
+            self._guard.fail(failure, metrics, self._newest())
 
     def on_trial_shutdown(self) -> None:
         # otherwise the run ends with an error, which says more

@@ -146,7 +146,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self._losses.clear()
-        if self._gradients is not None:
+        if self._gradients is not None and not self._amp.is_rehearsing:
             in_window = batch_idx % self._frequency > 0
             self._gradients.begin_batch(in_window=in_window)
         self._autocast.training = True

@@ -194,7 +194,7 @@ def audit_loss(
             "audit_loss: no model was given; allowed: amp.prepare(model) for each,"
             " before"
         )
-        raise ConfigError(amp.source, [problem])
+        raise ConfigError(amp.words.source, [problem])
     rehearsal = amp.rehearsal(batch, loss_fn)
     return audit_rehearsal(rehearsal, amp.settings.precision, amp.device)
 
