@@ -24,7 +24,7 @@ from torchvision.models import VisionTransformer
 
 from benchmarks.measured import markdown_table
 from determined_amp.amp.slots import OneSlot
-from determined_amp.finder.model import rehearsal_of
+from determined_amp.finder.model import rehearsals_of
 from determined_amp.finder.scale_finding import find_range
 
 # Steps before the first look, and from the first look to the second.
@@ -167,10 +167,10 @@ def heat(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
 def prediction(case: Case) -> tuple[int, int]:
     """Predict log2 of the first power of two that overflows, and of the lowest safe."""
     device = torch.device("cpu")
-    rehearsal = rehearsal_of(
-        case.model, lambda batch: case.loss(case.model, batch), case.batch, device
+    rehearsals = rehearsals_of(
+        case.model, lambda batch: case.loss(case.model, batch), [case.batch], device
     )
-    found = find_range([rehearsal], OneSlot())
+    found = find_range(rehearsals, OneSlot())
     return found.top_log2 + 1, found.low_log2
 
 

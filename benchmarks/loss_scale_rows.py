@@ -27,7 +27,7 @@ from benchmarks import loss_scale_tasks
 from benchmarks.loss_scale_tasks import TASKS, Task, Training
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
 from determined_amp.amp.slots import OneSlot
-from determined_amp.finder.model import find_loss_scale, rehearsal_of
+from determined_amp.finder.model import find_loss_scale, rehearsals_of
 from determined_amp.finder.prediction import LossScaleError, predict_float16
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.finder.scale_score import DEFAULT_LOG2, bits_from_default
@@ -258,8 +258,8 @@ class _Growth:
 def _room(training: Training, batch: Any) -> float:
     """Predict log2 of the largest scale at which nothing overflows, from bfloat16."""
     try:
-        rehearsal = rehearsal_of(training.model, training.loss, batch, _CPU)
-        return predict_float16([rehearsal], OneSlot()).headroom_log2
+        rehearsals = rehearsals_of(training.model, training.loss, [batch], _CPU)
+        return predict_float16(rehearsals, OneSlot()).headroom_log2
     except LossScaleError:  # all gradients are 0
         return math.inf
 
@@ -373,12 +373,13 @@ def _searched(task: Task, seed: int) -> Choice:
     """Score random scales on one batch, for as many samples as the finder needs."""
     training, chance = task.start(seed), random.Random(seed)  # noqa: S311
     loss, budget = _Counted(training), _found(task, seed).samples
-    rehearsal = rehearsal_of(training.model, loss, next(training.batches), _CPU)
+    batches = [next(training.batches)]
+    rehearsals = rehearsals_of(training.model, loss, batches, _CPU)
     scored: list[tuple[float, float, float]] = []
     while loss.samples < budget:
         at = chance.uniform(*_SEARCHED_LOG2)
         try:
-            score = score_batches([rehearsal], OneSlot(), at).loss_scale_score
+            score = score_batches(rehearsals, OneSlot(), at).loss_scale_score
         except NoScaleError:  # no loss scale helps
             continue
         scored.append((score, bits_from_default(at), at))

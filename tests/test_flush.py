@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from determined_amp.amp.slots import OneSlot
-from determined_amp.finder.model import rehearsal_of
+from determined_amp.finder.model import rehearsals_of
 from determined_amp.finder.scale_finding import Verdict, find_range
 
 WORDS, TOKENS, WIDTH = 500, 32, 64
@@ -48,7 +48,8 @@ def bert_batch():
     def loss(words):
         return functional.cross_entropy(model(words), labels)
 
-    return rehearsal_of(model, loss, words, torch.device("cpu"))
+    (rehearsal,) = rehearsals_of(model, loss, [words], torch.device("cpu"))
+    return rehearsal
 
 
 def gradients(rehearsal, scale_log2, dtype):

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -43,8 +43,6 @@ from determined_amp.amp.tensors import (
     unwrapped,
 )
 from determined_amp.amp.window import RUNNING, Windows
-
-T = TypeVar("T")
 
 # The trainings that are asked about every step in the process, newest first.
 _TRAININGS: list[weakref.ref[AmpCore]] = []
@@ -107,10 +105,10 @@ class AmpCore:
             where,
             optimizers,
             scaled=settings.scales_the_loss,
-            meet=_weakly(self._meet),
+            meet=weakref.WeakMethod(self._meet),
             words=self.words,
         )
-        parameters = _weakly(self.parameters)
+        parameters = partial(parameters_in, models, optimizers)
         self.scaler = LossScaler(
             settings, where.type, self.windows, parameters=parameters
         )
@@ -467,18 +465,3 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             training.on_step_without_scaler(optimizer, args, kwargs)
     if RUNNING.window is not None:
         RUNNING.window.see_step(optimizer)
-
-
-def _weakly(method: Callable[..., T]) -> Callable[..., T | None]:
-    """Make a function that calls a method only while the method's object is alive.
-
-    A training that nobody uses any more must not refuse steps. So its parts reference
-    it weakly: a reference cycle would keep it alive until Python collects garbage.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> T | None:
-        alive = reference()
-        return None if alive is None else alive(*args)
-
-    return call

@@ -249,7 +249,7 @@ class Guard:
 
     def _norm(self, order: float = 2.0) -> torch.Tensor | None:
         """A norm of all weights, (), float64, on one device; None if there are none."""
-        known = (p for p in self._scaler.parameters() or () if not is_lazy(p))
+        known = (p for p in self._scaler.parameters() if not is_lazy(p))
         weights = [p.detach() for p in known if p.is_floating_point() and p.numel()]
         if not weights:
             return None

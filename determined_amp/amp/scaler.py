@@ -70,7 +70,7 @@ class LossScaler(torch.amp.GradScaler):
         device_type: str,
         windows: Windows,
         *,
-        parameters: Callable[[], Sequence[torch.Tensor] | None] = tuple,
+        parameters: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         super().__init__(
             device_type,
@@ -275,7 +275,7 @@ class LossScaler(torch.amp.GradScaler):
         Gradients of 0 are those that `zero_grad` has left.
         """
         self._may_accumulate = None
-        for gradient in gradients_of(self.parameters() or ())[-1:]:
+        for gradient in gradients_of(self.parameters())[-1:]:
             waits = gradient.any().to(is_left_out.device)
             self.left_out.add(-is_left_out * waits)
 
@@ -290,7 +290,7 @@ class LossScaler(torch.amp.GradScaler):
         """Raise if torch is about to clip a gradient that is still scaled."""
         if self.is_rehearsing or not self.has_scaled:
             return
-        scaled = {parameter.grad for parameter in self.parameters() or ()}
+        scaled = {parameter.grad for parameter in self.parameters()}
         for optimizer, window in self.windows.items():
             if window.stage not in MAY_BE_SCALED:
                 scaled -= {parameter.grad for parameter in parameters_of(optimizer)}

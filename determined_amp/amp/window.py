@@ -23,7 +23,6 @@ from determined_amp.amp.mistakes import (
     Stage,
     Words,
 )
-from determined_amp.amp.patched import do_nothing
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.schedules import RateSchedule
 from determined_amp.amp.torch_private import version_of
@@ -320,7 +319,10 @@ class Windows(dict[Optimizer, Window]):
         device: Where their parameters are.
         optimizers: The optimizers of the training, in order; more may come later.
         scaled: Whether a loss scale multiplies their gradients.
-        meet: Called with an optimizer before its window is made. It may refuse it.
+        meet: A weak reference to what is called with an optimizer before its window is
+            made, and may refuse it. A strong one would keep a training alive until
+            Python collects garbage, and a training that nobody uses must not refuse
+            steps.
         words: What error messages say.
 
     Attributes:
@@ -335,7 +337,7 @@ class Windows(dict[Optimizer, Window]):
         optimizers: Sequence[Optimizer] = (),
         *,
         scaled: bool,
-        meet: Callable[[Optimizer], object] = do_nothing,
+        meet: Callable[[], Callable[[Optimizer], object] | None] = lambda: None,
         words: Words = IN_A_LOOP,
     ) -> None:
         super().__init__()
@@ -348,7 +350,9 @@ class Windows(dict[Optimizer, Window]):
         self.first_counts = StepCounts(device, can_skip=scaled)
 
     def __missing__(self, optimizer: Optimizer) -> Window:
-        self._meet(optimizer)
+        meet = self._meet()
+        if meet is not None:
+            meet(optimizer)
         is_first = optimizer is next(iter(self.optimizers), None)
         own_counts = StepCounts(self.device, can_skip=self._scaled)
         window = self[optimizer] = Window(

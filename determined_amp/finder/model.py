@@ -57,29 +57,24 @@ def find_loss_scale(
         )
     where = _device(model, device)
     moved = _moved(batches, where)
-    amp = _loop(model, where)
-    rehearsals = [amp.rehearsal(batch, loss_fn) for batch in moved]
+    rehearsals = rehearsals_of(model, loss_fn, moved, where)
     counts = {"batches": len(moved), "samples": sum(map(_samples, moved))}
     finding = find_range(rehearsals, OneSlot())
     run = run_now(type(model).__name__, where, init_scale=init_scale, **counts)
     return FoundScale(finding, run)
 
 
-def rehearsal_of(
+def rehearsals_of(
     model: nn.Module,
     loss_fn: Callable[[Any], torch.Tensor],
-    batch: Any,
+    batches: Iterable[Any],
     device: torch.device,
-) -> Rehearsal:
-    """Make the rehearsal of a batch as `find_loss_scale` does."""
-    return _loop(model, device).rehearsal(batch, loss_fn)
-
-
-def _loop(model: nn.Module, device: torch.device) -> AmpLoop:
+) -> list[Rehearsal]:
+    """Make the rehearsals of batches for `find_loss_scale`."""
     settings = AmpSettings(Precision.AMP_FP16, set_backends=False)
     amp = AmpLoop(settings, device, slots=OneSlot())
     amp.models.append(model)  # not by `prepare`, which would change it
-    return amp
+    return [amp.rehearsal(batch, loss_fn) for batch in batches]
 
 
 def _moved(batches: Iterable[Any], device: torch.device) -> list[Any]:
