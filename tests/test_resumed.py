@@ -100,11 +100,58 @@ def run_as_it_is(trial, precision, loop=None):
     return run
 
 
+class Validates(pytorch.PyTorchCallback):
+    """Moves a scheduler with each validation, and counts them."""
+
+    def __init__(self, trial):
+        self.trial, self.count = trial, 0
+
+    def on_validation_end(self, metrics):
+        self.count += 1
+        self.trial.scheduler.step(metrics["validation_loss"])
+
+    def state_dict(self):
+        return {"count": torch.tensor(self.count)}
+
+    def load_state_dict(self, state_dict):
+        self.count = int(state_dict["count"])
+
+
+class MovesByValidations(Plain):
+    """Steps a scheduler of Determined itself, and has a rate that is a tensor."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen: list[float] = []
+        context.lr_schedulers.clear()
+        (group,) = self.optimizer.param_groups
+        group["lr"] = torch.tensor(0.01)
+        self.scheduler: Any = impatient(self.optimizer)
+        context.wrap_lr_scheduler(self.scheduler, Modes.MANUAL_STEP)
+
+    def loss(self, batch):
+        if self.model.training:
+            self.seen.append(float(self.optimizer.param_groups[0]["lr"]))
+        return super().loss(batch)
+
+    def evaluate_batch(self, batch, batch_idx):
+        return {"validation_loss": torch.rand(1).ceil()}  # draws a number, returns 1
+
+    def build_callbacks(self):
+        return {"mine": Validates(self)}
+
+
 DETERMINEDS = pytorch._PyTorchTrialController
+BY_VALIDATIONS = {
+    "rates by validations": run_of(impatient, validation_period=2),
+    "rates by a callback": partial(fit, MovesByValidations, validation_period=2),
+    "rates by a callback, unmodified": partial(
+        fit_as_it_is, MovesByValidations, {"precision": "amp_fp16"}, validation_period=2
+    ),
+}
 FORMS = {
     "rates of the library": run_of(one_cycle, None, adamw),
     **{f"rates by {mode.name}": run_of(one_cycle, mode) for mode in Modes},
-    "rates by validations": run_of(impatient, validation_period=2),
     "scheduler in a scheduler, unmodified": run_as_it_is(Warms, "amp_bf16"),
     "scheduler in a scheduler": run_as_it_is(WarmsConverted, "amp_bf16"),
     "in Determined's own loop": run_as_it_is(WarmsConverted, "amp_bf16", DETERMINEDS),
@@ -134,6 +181,17 @@ def test_resumed_training_ends_as_one_that_nothing_disturbed(name, caplog, monke
     assert same_bits(*ends)
     assert ends[0] is None or not same_bits(ends[0], restored(first, name))
     assert "can be resumed" not in caplog.text
+
+
+@pytest.mark.parametrize("name", BY_VALIDATIONS)
+@pytest.mark.parametrize("stop", [4, 5])
+def test_validation_that_a_longer_run_does_not_make_moves_nothing(name, stop):
+    """Every second batch is followed by one, and the last one always."""
+    run = BY_VALIDATIONS[name]
+    undisturbed = run(batches=BATCHES)
+    resumed = run(batches=BATCHES, resume=run(batches=stop))
+    assert resumed.trial.seen == undisturbed.trial.seen[stop:]
+    assert same_bits(undisturbed.checkpoint, resumed.checkpoint)
 
 
 def restored(made, name):

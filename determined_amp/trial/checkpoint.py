@@ -13,7 +13,7 @@ import io
 import logging
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import StateDict
+from determined_amp.amp.tensors import own_copy
 from determined_amp.trial.random_state import plain_numbers
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,18 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
         self._optimizers = optimizers
         self._rank = rank
         self._has_saved = False
+        self._remembered: StateDict = {}
+
+    def remember(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
+        """Save the states of schedulers and callbacks as they are now."""
+        schedulers = [_without_code(each.state_dict()) for each in self._schedulers]
+        states = {name: each.state_dict() for name, each in callbacks.items()}
+        self._remembered = own_copy(
+            {"lr_schedulers_state_dict": schedulers, "callbacks": states}
+        )
 
     def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:
+        checkpoint.update(self._remembered)
         state = checkpoint["rng_state"]
         state["np_rng_state"] = plain_numbers(state["np_rng_state"])
         if self.of_ranks is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from determined import pytorch, util
 from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics, StateDict
+from determined_amp.amp.tensors import own_copy
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.trial.checkpoint import (
     SAME_TRIAL,
@@ -60,7 +61,6 @@ class SafeController(Controller):
     """
 
     _metric_problem: str | None = None
-    _before_validation: dict[str, Any] | None = None
 
     @ending_the_program()
     def run(self) -> None:
@@ -102,9 +102,7 @@ class SafeController(Controller):
 
     def validate(self) -> Metrics:
         if self.is_complete() and not self._is_due():
-            # A longer run would not validate here. This validation changes the random
-            # state, so the checkpoint gets the state from before.
-            self._before_validation = random_state(self.context.distributed.local_rank)
+            self._remember()  # a longer run would not validate here
         metrics: Metrics = super().validate()
         if self.is_chief and self.searcher_metric_name:
             self.searcher_metric_of(metrics)
@@ -122,6 +120,18 @@ class SafeController(Controller):
             self.context.set_stop_requested(True)
         return metrics
 
+    def _remember(self) -> None:
+        """Let the next checkpoint have what a validation may move as it is now."""
+        before, gpu = self._before_validation, self.context.distributed.local_rank
+        before.callback(restore_random_state, random_state(gpu), gpu)
+        for optimizer in self.context.optimizers:
+            for group in optimizer.param_groups:
+                settings = {k: v for k, v in group.items() if k != "params"}
+                before.callback(group.update, own_copy(settings))
+        if self.is_chief:  # it saves
+            with self._portable():
+                self._portable_checkpoint.remember(self.callbacks)
+
     def _is_over(self) -> bool:
         """Whether a search has stopped this trial."""
         is_searched = searcher(self.context).get("name", "single") != "single"
@@ -137,10 +147,7 @@ class SafeController(Controller):
         return not more and self.validation_period.should_stop(epochs)
 
     def checkpoint(self, already_exiting: bool) -> None:
-        if self._before_validation is not None:
-            restore_random_state(
-                self._before_validation, self.context.distributed.local_rank
-            )
+        self._before_validation.close()
         distributed = self.context.distributed
         of_ranks = distributed.gather(random_state(distributed.local_rank))
         if distributed.size > 1:
@@ -154,6 +161,11 @@ class SafeController(Controller):
         """
         with self._portable(), checksums_written():
             super().save(path)
+
+    @cached_property
+    def _before_validation(self) -> ExitStack:
+        """Puts back what a validation has moved that a longer run would not make."""
+        return ExitStack()
 
     @cached_property
     def _portable_checkpoint(self) -> PortableCheckpoint:
