@@ -25,7 +25,7 @@ from determined_amp.trial.checkpoint import (
     check_bytes,
 )
 from determined_amp.trial.fitting import fit as train_trial
-from tests.harness import core_context_of, fit
+from tests.harness import Context, core_context_of, fit
 from tests.test_folder import storage_in
 from tests.trials import FP16_SECTION, Weights
 
@@ -55,7 +55,9 @@ class TestOwnScript:
     def test_each_rank_gets_its_own_random_state(self):
         for rank, state in enumerate((1, 2, 0)):
             checkpoint: dict[str, Any] = {"rng_state": 0, "rng_state_of_ranks": [1, 2]}
-            PortableCheckpoint([], rank).on_checkpoint_load_start(checkpoint)
+            context: Any = Context()
+            context.distributed.rank = rank
+            PortableCheckpoint(context).on_checkpoint_load_start(checkpoint)
             assert checkpoint == {"rng_state": state}
 
     def test_resume_without_a_cluster_trains_the_batches_of_an_undisturbed_run(

@@ -17,6 +17,7 @@ from determined_amp import cluster
 from determined_amp.check.finding import CheckFinding, CheckFindings, Level
 from determined_amp.search.space import read_space
 from determined_amp.trial import determined_private
+from determined_amp.trial.controller import SafeController
 from tests import searching
 from tests.cluster_task import start_task
 
@@ -44,9 +45,7 @@ def task(tmp_path, monkeypatch, masters):
             sampled = space.nested({name: values[0] for name, values in lowest.items()})
         masters.append(start_task(monkeypatch, tmp_path, config, sampled, seed=seed))
         masters[-1].stops.extend(stops)
-        monkeypatch.setattr(
-            determined_private.Controller, "checkpoint", lambda *a, **k: None
-        )
+        monkeypatch.setattr(SafeController, "_checkpoint", lambda *a, **k: None)
         command = config["entrypoint"].split()
         assert door.main(command[command.index("determined_amp") + 1 :]) == 0
         return masters[-1]

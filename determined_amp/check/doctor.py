@@ -41,7 +41,7 @@ from determined_amp.check.scratch import changing_all_in
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
-from determined_amp.trial.controller import WatchedController
+from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import (
     aggregation_frequency,
     amp_of,
@@ -242,7 +242,7 @@ def _core_context(folder: Path) -> core.Context:
     )
 
 
-class ExaminedController(WatchedController):
+class ExaminedController(SafeController):
     """Determined's loop with short epochs, which ends after enough steps.
 
     Args:
@@ -257,25 +257,25 @@ class ExaminedController(WatchedController):
         self._recorder = recorder
         self._began = time.monotonic()
 
-    def set_data_loaders(self) -> None:
-        super().set_data_loaders()
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
         shorten_epoch(self.context, _EPOCH_STEPS * aggregation_frequency(self.context))
         # Repeat the batches: Determined only repeats its own kind of loader.
         again = itertools.repeat(self.training_loader)
         self.training_loader: Any = itertools.chain.from_iterable(again)
 
-    def run_loop(self) -> None:
-        super().run_loop()
+    def _run(self) -> None:
+        super()._run()
         if not self._probe.resumes:
             self._compare_metrics()
 
-    def train_one_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
+    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
         recorder = self._recorder
         if self._probe.resumes and not recorder.record.batches:
             recorder.take_state("resumed")
         recorder.begin_batch(batch)
         try:
-            metrics: Metrics = super().train_one_batch(batch, epoch_idx, batch_idx)
+            metrics: Metrics = super()._train_batch(batch, epoch_idx, batch_idx)
         finally:
             recorder.end_batch()
         wanted = _RESUMED_STEPS if self._probe.resumes else STEPS
@@ -284,11 +284,11 @@ class ExaminedController(WatchedController):
             self.context.set_stop_requested(True)
         return metrics
 
-    def end_epoch(self, epoch_idx: int) -> None:
-        super().end_epoch(epoch_idx)
+    def _on_epoch_end(self, epoch_idx: int) -> None:
+        super()._on_epoch_end(epoch_idx)
         self._recorder.record.epochs += 1
 
-    def validate(self) -> Metrics:
+    def _validate(self) -> Metrics:
         if self._probe.resumes:
             assert self.state
             self.state.last_val = self.state.batches_trained
@@ -299,15 +299,15 @@ class ExaminedController(WatchedController):
             return itertools.islice(own(loader), _VALIDATION_BATCHES)
 
         with patched(DataLoader, "__iter__", few):
-            return super().validate()
+            return super()._validate()
 
-    def checkpoint(self, already_exiting: bool) -> None:
+    def _checkpoint(self, already_exiting: bool) -> None:
         assert self.state
         record = self._recorder.record
         if not self._probe.resumes and not record.saved:
             record.saved = True
             self._recorder.take_state("saved")
-            super().checkpoint(already_exiting)
+            super()._checkpoint(already_exiting)
         self.state.last_ckpt = self.state.batches_trained
 
     def _compare_metrics(self) -> None:
@@ -321,7 +321,7 @@ class ExaminedController(WatchedController):
             restore_random_state(before, 0)
             # A trial that casts by hand may not run in float32.
             with suppress(Exception), float16_as(dtype):
-                reports.append(self.validate())
+                reports.append(self._validate())
         del record.events[seen:]
         if len(reports) < 3:
             return

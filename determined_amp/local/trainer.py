@@ -206,8 +206,8 @@ class LocalController(SafeController):
         # A mask may be infinite by intent.
         self._never_finite = _not_finite(self.context.models)
 
-    def set_data_loaders(self) -> None:
-        super().set_data_loaders()
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
         loader: Any = self.validation_loader
         # Determined would notice this only at the first validation.
         if self.evaluates_batches and hasattr(loader, "__len__") and not len(loader):
@@ -216,7 +216,7 @@ class LocalController(SafeController):
                 "least one batch for every slot"
             )
 
-    def run_loop(self) -> None:
+    def _run(self) -> None:
         epoch = epoch_length(self.context)
         total = self._experiment.max_length.in_batches(epoch)
         if total < self.start_from_batch:
@@ -226,16 +226,16 @@ class LocalController(SafeController):
             )
         if self._local_run is not None:
             self._local_run.begin_training(self.start_from_batch, total, epoch)
-        super().run_loop()
+        super()._run()
 
-    def save(self, path: Path) -> None:
+    def _save(self, path: Path) -> None:
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
         storage.finite = _not_finite(self.context.models) <= self._never_finite
         with patched(
             util, "write_user_code", partial(_copy_user_code, self._directory)
         ):
-            super().save(path)
+            super()._save(path)
 
 
 def train(

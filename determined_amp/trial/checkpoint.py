@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.tensors import own_copy
+from determined_amp.trial.determined_private import schedulers
 from determined_amp.trial.random_state import plain_numbers
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,7 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
     other schedulers, and with torch 2.3 methods.
 
     Args:
-        schedulers: The schedulers that Determined saves.
-        rank: The rank of this process.
-        optimizers: The optimizers of the trial.
+        context: The context of the trial.
 
     Attributes:
         of_ranks: The random state of every rank, if there are several. Determined
@@ -62,25 +61,20 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
 
     NAME = "determined_amp.portable_checkpoint"
 
-    def __init__(
-        self,
-        schedulers: Sequence[Any],
-        rank: int,
-        optimizers: Sequence[Optimizer] = (),
-    ) -> None:
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.of_ranks: Sequence[StateDict] | None = None
-        self._schedulers = schedulers
-        self._optimizers = optimizers
-        self._rank = rank
+        self._schedulers = [scheduler for scheduler, _ in schedulers(context)]
+        self._optimizers = context.optimizers
+        self._rank = context.distributed.rank
         self._has_saved = False
         self._remembered: StateDict = {}
 
     def remember(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
         """Save the states of schedulers and callbacks as they are now."""
-        schedulers = [_without_code(each.state_dict()) for each in self._schedulers]
+        moved = [_without_code(each.state_dict()) for each in self._schedulers]
         states = {name: each.state_dict() for name, each in callbacks.items()}
         self._remembered = own_copy(
-            {"lr_schedulers_state_dict": schedulers, "callbacks": states}
+            {"lr_schedulers_state_dict": moved, "callbacks": states}
         )
 
     def on_checkpoint_save_start(self, checkpoint: StateDict) -> None:

@@ -29,13 +29,10 @@ from determined_amp.trial.checkpoint import (
 )
 from determined_amp.trial.determined_private import (
     Controller,
-    FollowedBatches,
-    StillSchedules,
     controlled_by,
     epoch_length,
     is_determineds_own_loop,
     is_stopped_by_search,
-    portable_checkpoint,
     searcher,
     train_context,
     trial_seed,
@@ -62,6 +59,11 @@ class SafeController(Controller):
 
     _metric_problem: str | None = None
 
+    @property
+    def evaluates_batches(self) -> bool:
+        """Whether the trial has an `evaluate_batch`."""
+        return bool(self._evaluate_batch_defined())
+
     @ending_the_program()
     def run(self) -> None:
         # Outside of a cluster, `Trainer` does not count the batches of earlier runs.
@@ -73,11 +75,12 @@ class SafeController(Controller):
             with self.core_context.checkpoint.restore_path(
                 self.latest_checkpoint
             ) as path:
-                self.begin_after(self._counts_in(path).get("batches_trained", 0))
+                trained = self._counts_in(path).get("batches_trained", 0)
+            self.start_from_batch = self.context._steps_completed = trained
         super().run()
 
-    def set_data_loaders(self) -> None:
-        super().set_data_loaders()
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
         # None outside of a cluster, where a script sets its own seed
         seed = trial_seed(self.context)
         seed = self.context.distributed.broadcast(
@@ -92,28 +95,28 @@ class SafeController(Controller):
                 "smaller batch"
             )
 
-    def run_loop(self) -> None:
+    def _run(self) -> None:
         try:
-            super().run_loop()
+            super()._run()
         except GuardError as error:
-            if error.state_is_good and not self.is_saved():
-                self.checkpoint(already_exiting=True)
+            if error.state_is_good and not self._checkpoint_is_current():
+                self._checkpoint(already_exiting=True)
             raise
 
-    def validate(self) -> Metrics:
-        if self.is_complete() and not self._is_due():
+    def _validate(self) -> Metrics:
+        if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
             self._remember()  # a longer run would not validate here
-        metrics: Metrics = super().validate()
+        metrics: Metrics = super()._validate()
         if self.is_chief and self.searcher_metric_name:
-            self.searcher_metric_of(metrics)
+            self._check_searcher_metric(metrics)
         # Only the chief has the metrics and asks the master, but all ranks must end.
         is_over = self.is_chief and self._is_over()
         problem, is_over = self.context.distributed.broadcast(
             (self._metric_problem, is_over)
         )
         if problem is not None:
-            if not self.is_saved():
-                self.checkpoint(already_exiting=True)
+            if not self._checkpoint_is_current():
+                self._checkpoint(already_exiting=True)
             raise ConfigError("experiment", [problem])
         if is_over:
             logger.info("the search stops this trial early")
@@ -146,21 +149,21 @@ class SafeController(Controller):
         epochs, more = divmod(self.state.batches_trained, epoch)
         return not more and self.validation_period.should_stop(epochs)
 
-    def checkpoint(self, already_exiting: bool) -> None:
+    def _checkpoint(self, already_exiting: bool) -> None:
         self._before_validation.close()
         distributed = self.context.distributed
         of_ranks = distributed.gather(random_state(distributed.local_rank))
         if distributed.size > 1:
             self._portable_checkpoint.of_ranks = of_ranks
-        super().checkpoint(already_exiting)
+        super()._checkpoint(already_exiting)
 
-    def save(self, path: Path) -> None:
+    def _save(self, path: Path) -> None:
         """Save as Determined does, but in plain types and with checksums.
 
         This holds even if the trial has none of our callbacks.
         """
         with self._portable(), checksums_written():
-            super().save(path)
+            super()._save(path)
 
     @cached_property
     def _before_validation(self) -> ExitStack:
@@ -169,13 +172,13 @@ class SafeController(Controller):
 
     @cached_property
     def _portable_checkpoint(self) -> PortableCheckpoint:
-        return portable_checkpoint(self.context)
+        return PortableCheckpoint(self.context)
 
     def _portable(self) -> AbstractContextManager[None]:
         ours = {PortableCheckpoint.NAME: self._portable_checkpoint}
         return patched(self, "callbacks", {**self.callbacks, **ours})
 
-    def searcher_metric_of(self, val_metrics: Metrics) -> Any:
+    def _check_searcher_metric(self, val_metrics: Metrics) -> Any:
         """Record what is wrong with the metric: raising now would hang other ranks."""
         metric = self.searcher_metric_name
         numbers = sorted(
@@ -190,7 +193,7 @@ class SafeController(Controller):
         )
         return 0.0
 
-    def load(self, load_path: Path) -> None:
+    def _load(self, load_path: Path) -> None:
         """Restore the trial from a checkpoint folder.
 
         Raises:
@@ -212,7 +215,7 @@ class SafeController(Controller):
             return content
 
         with restoring(load_path), patched(torch, "load", load), self._portable():
-            super().load(load_path)
+            super()._load(load_path)
 
     def _counts_in(self, load_path: Path) -> StateDict:
         """The counts of the loop in a checkpoint; empty if it belongs to another
@@ -223,12 +226,11 @@ class SafeController(Controller):
         return saved if saved.get("trial_id") == self.trial_id else {}
 
 
-class WatchedController(FollowedBatches, SafeController):
-    """The loop for subclasses that follow batches and epochs."""
-
-
-class BatchCollector(StillSchedules, SafeController):
+class BatchCollector(SafeController):
     """The loop for a command that collects batches and trains nothing."""
+
+    def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
+        """Do nothing: torch warns if a schedule moves without its optimizer."""
 
 
 def safe_loop() -> AbstractContextManager[None]:

@@ -1,7 +1,8 @@
-"""All private names of Determined 0.38.1 that the library uses.
+"""The private names of Determined 0.38.1 that the library uses.
 
 Determined offers no public way to do what is done here. To port the library to another
-version, review this file.
+version, review this file, and the methods of Determined's loop that `controller.py` and
+its subclasses replace.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import determined as det
@@ -19,11 +19,11 @@ from determined.common.api import authentication, bindings, certs, errors
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Config, Metrics
-from determined_amp.trial.checkpoint import (
-    PortableCheckpoint,
-)
 
 logger = logging.getLogger(__name__)
+
+# Determined's training loop.
+Controller = pytorch._PyTorchTrialController
 
 # The errors that a request to the master may raise.
 REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
@@ -159,13 +159,6 @@ def schedulers(
     ]
 
 
-def portable_checkpoint(context: pytorch.PyTorchTrialContext) -> PortableCheckpoint:
-    """The callback that saves plain types, and restores them."""
-    saved = [each for each, _ in schedulers(context)]
-    rank, optimizers = context.distributed.rank, context.optimizers
-    return PortableCheckpoint(saved, rank, optimizers)
-
-
 def step_methods(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
     """What moves weights or schedules of a context: objects with a method name each."""
     return [
@@ -187,82 +180,6 @@ def leave_the_cluster() -> None:
 def end_loop() -> NoReturn:
     """End the training from within a batch, without a checkpoint or an error."""
     raise pytorch._ShouldExit(skip_exit_checkpoint=True)
-
-
-_Controller = pytorch._PyTorchTrialController
-
-
-class Controller(_Controller):
-    """Determined's training loop with public names for its parts.
-
-    Subclasses extend the public names. Determined calls them by its private names.
-    """
-
-    set_data_loaders = _Controller._set_data_loaders
-    run_loop = _Controller._run
-    validate = _Controller._validate
-    checkpoint = _Controller._checkpoint
-    save = _Controller._save
-    load = _Controller._load
-    searcher_metric_of = _Controller._check_searcher_metric
-
-    @property
-    def evaluates_batches(self) -> bool:
-        """Whether the trial has an `evaluate_batch`."""
-        return bool(self._evaluate_batch_defined())
-
-    def begin_after(self, batches: int) -> None:
-        """Continue after this number of batches, which an earlier run has trained."""
-        self.start_from_batch = self.context._steps_completed = batches
-
-    def is_complete(self) -> bool:
-        """Whether all batches are trained."""
-        return bool(self._steps_until_complete(self.max_length) <= 0)
-
-    def is_saved(self) -> bool:
-        """Whether the newest checkpoint contains the newest batch."""
-        return bool(self._checkpoint_is_current())
-
-    def _set_data_loaders(self) -> None:
-        self.set_data_loaders()
-
-    def _run(self) -> None:
-        self.run_loop()
-
-    def _validate(self) -> Metrics:
-        return self.validate()
-
-    def _checkpoint(self, already_exiting: bool) -> None:
-        self.checkpoint(already_exiting)
-
-    def _save(self, path: Path) -> None:
-        self.save(path)
-
-    def _load(self, load_path: Path) -> None:
-        self.load(load_path)
-
-    def _check_searcher_metric(self, val_metrics: Metrics) -> Any:
-        return self.searcher_metric_of(val_metrics)
-
-
-class FollowedBatches(_Controller):
-    """A loop with public names for its batches and epochs, too."""
-
-    train_one_batch = _Controller._train_batch
-    end_epoch = _Controller._on_epoch_end
-
-    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Metrics:
-        return self.train_one_batch(batch, epoch_idx, batch_idx)
-
-    def _on_epoch_end(self, epoch_idx: int) -> None:
-        self.end_epoch(epoch_idx)
-
-
-class StillSchedules(_Controller):
-    """A loop in which no schedule moves."""
-
-    def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
-        """Do nothing: torch warns if a schedule moves without its optimizer."""
 
 
 # What is replaced for the whole process, and why. For torch also see `amp/patched.py`.
@@ -290,7 +207,7 @@ def controlled_by(
 
 def is_determineds_own_loop() -> bool:
     """Whether `pytorch.Trainer.fit` runs Determined's loop as it is."""
-    return pytorch._PyTorchTrialController is _Controller
+    return pytorch._PyTorchTrialController is Controller
 
 
 # Determined's context for reports that stay on this machine.

@@ -42,7 +42,6 @@ from determined_amp.trial.determined_private import (
     AMP,
     aggregation_frequency,
     amp_of,
-    portable_checkpoint,
     scaler_of,
     searcher,
     sections,
@@ -52,6 +51,9 @@ from determined_amp.trial.notes import TrialGuard
 from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
 
 logger = logging.getLogger(__name__)
+
+# The key of a `MixedPrecision` among the callbacks of its trial.
+LOOP = "determined_amp.loop"
 
 # `TrainingMetrics` has a reducer's methods, but its package must not import Determined.
 pytorch.MetricReducer.register(TrainingMetrics)
@@ -209,14 +211,14 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             )
         return {
             CALLBACK: ResumedTraining(self, self._context),
-            "determined_amp.loop": self,
+            LOOP: self,
             "determined_amp.guard": TrialGuard(
                 self._context,
                 self.guard,
                 self.settings,
                 newest=self._batches.rehearsal,
             ),
-            PortableCheckpoint.NAME: portable_checkpoint(self._context),
+            PortableCheckpoint.NAME: PortableCheckpoint(self._context),
         }
 
     # Calls of Determined's loop.
