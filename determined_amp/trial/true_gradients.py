@@ -109,15 +109,13 @@ class TrueGradients:
                     stack.enter_context(patched(owner, name, refusing))
             yield
 
-    def begin_batch(self, *, in_window: bool) -> None:
+    def note_dropped(self) -> None:
         """Count the outcomes of gradients that the trial dropped without a step.
 
-        Args:
-            in_window: Whether the context is still accumulating, so that the last batch
-                could not step.
+        Called before a batch, unless the context still accumulates.
         """
         windows = self._amp.windows.values()
-        if in_window or any(window.gradients_used for window in windows):
+        if any(window.gradients_used for window in windows):
             return
         for window in windows:
             # Unchanged gradients mean that the trial accumulates by itself.

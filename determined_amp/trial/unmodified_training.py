@@ -15,8 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.patched import patched
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import (
     SIXTEEN_BITS,
@@ -44,13 +42,12 @@ from determined_amp.amp.torch_private import (
 )
 from determined_amp.amp.window import RUNNING, Window
 from determined_amp.trial.determined_private import (
-    aggregation_frequency,
     ends_step,
     forget_scaler,
     has_amp_of_its_own,
     scaler_of,
 )
-from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.mixed_precision import LOOP, MixedPrecision
 from determined_amp.trial.true_gradients import TrueGradients
 from determined_amp.trial.unmodified_autocast import (
     NO_AMP,
@@ -82,13 +79,15 @@ def _called(model: nn.Module, *, with_members: bool) -> Iterator[nn.Module]:
                 )
 
 
-class UnmodifiedTraining(pytorch.PyTorchCallback):
+class UnmodifiedTraining(MixedPrecision):
     """Adds mixed precision to the calls between a trial and its context.
 
     Args:
         context: The trial's context.
         settings: The `amp` section.
     """
+
+    is_unmodified = True
 
     def __init__(
         self, context: pytorch.PyTorchTrialContext, settings: AmpSettings
@@ -99,32 +98,29 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             theirs = None
         if theirs is not None or has_amp_of_its_own(context):
             raise refusal("it has a GradScaler of its own", NO_AMP)
-        self._context = context
-        self._amp = MixedPrecision(context, settings)
-        self._amp.is_unmodified = True
-        self._autocast = UnmodifiedAutocast(self._amp)
+        super().__init__(context, settings)
+        self._autocast = UnmodifiedAutocast(self)
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None
         # The optimizer that steps without the context.
         self._stepping_itself: Optimizer | None = None
-        self._frequency = aggregation_frequency(context)
         self._original_backward, self._original_step = (
             context.backward,
             context.step_optimizer,
         )
-        self._patches = ExitStack()
 
     # Calls of the trial's constructor.
 
-    def prepare(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> nn.Module:
         """Let a model that is about to be wrapped run under autocast."""
-        self._amp.prepare(model)
+        super().prepare(model)
         # A compiled model or a script is called as a whole.
-        compiled = is_compiled(model) or self._amp.settings.compile is not Compile.OFF
+        compiled = is_compiled(model) or self.settings.compile is not Compile.OFF
         whole = compiled or isinstance(model, torch.jit.ScriptModule)
         for part in _called(model, with_members=not whole):
             # On the instance, so names, state_dict keys and types stay.
             part.forward = partial(self._autocast, part.forward)
+        return model
 
     def attach(self, trial: Any) -> None:
         """Handle the trial's batches and its calls of the context from now on.
@@ -137,8 +133,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         build_callbacks = trial.build_callbacks
 
         def build_all_callbacks() -> dict[str, pytorch.PyTorchCallback]:
-            first = {"determined_amp.unmodified": self}
-            return {**first, **build_callbacks(), **self._amp.callbacks(trial)}
+            # This object comes first, because the trial's callbacks may add hooks.
+            return {LOOP: self, **build_callbacks(), **self.callbacks(trial)}
 
         trial.build_callbacks, trial.train_batch = build_all_callbacks, self.train_batch
 
@@ -146,9 +142,10 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self._losses.clear()
-        if self._gradients is not None and not self._amp.is_rehearsing:
-            in_window = batch_idx % self._frequency > 0
-            self._gradients.begin_batch(in_window=in_window)
+        accumulates = batch_idx % self._aggregation_frequency > 0
+        is_first = not accumulates and not self.is_rehearsing
+        if self._gradients is not None and is_first:
+            self._gradients.note_dropped()
         self._autocast.training = True
         given = {"batch": batch, "epoch_idx": epoch_idx, "batch_idx": batch_idx}
         try:
@@ -156,16 +153,13 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
             result = as_float32(self._original_train_batch(**given))
         finally:
             self._autocast.training = False
-            if (
-                self._stepping_itself is not None
-            ):  # the optimizer's own step has raised an error
+            if self._stepping_itself is not None:  # its step has raised an error
                 self._stepping_itself = RUNNING.window = None
         losses = self._losses
-        metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
-        if not metrics:
-            return result
-        named = {"loss": result} if isinstance(result, torch.Tensor) else result
-        return {**named, **metrics}
+        metrics = self.update(sum(losses[1:], losses[0]) if losses else None)
+        if isinstance(result, torch.Tensor):
+            result = {"loss": result}
+        return {**result, **metrics} if isinstance(result, Mapping) else result
 
     def backward(
         self,
@@ -175,8 +169,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         create_graph: bool = False,
     ) -> None:
         """Run the backward of an unscaled loss, and leave true gradients."""
-        amp, gradients = self._amp, self._gradients
-        if create_graph and amp.scaler.is_enabled():
+        gradients = self._gradients
+        if create_graph and self.scaler.is_enabled():
             raise refuse_in_float16(
                 "it calls context.backward(create_graph=True), whose gradients would "
                 "be scaled"
@@ -200,8 +194,8 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
                 self._autocast.in_backward = before
 
         if gradients is None:
-            run(amp.scaler.scale(loss))
-        elif amp.is_rehearsing:  # an overflow must show, and not be set to 0
+            run(self.scaler.scale(loss))
+        elif self.is_rehearsing:  # an overflow must show, and not be set to 0
             gradients.rehearse(loss, run)
         else:
             gradients.backward(loss, run)
@@ -214,31 +208,32 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         scaler: Any = None,
     ) -> None:
         """Step an optimizer whose gradients are true."""
-        amp = self._amp
         if scaler is not None and scaler.is_enabled():
             raise refusal("it has a GradScaler of its own", NO_AMP)
-        window = amp.windows[optimizer]
+        window = self.windows[optimizer]
 
         def clip(parameters: Iterable[torch.Tensor]) -> None:
             parameters = list(parameters)
-            window.clip(parameters, math.inf, amp.loss_scale)
+            window.clip(parameters, math.inf, self.loss_scale)
             assert clip_grads is not None
             clip_grads(parameters)
 
         if ends_step(self._context):
-            amp.scaler.take_true_gradients(window)
+            self.scaler.take_true_gradients(window)
         its_clip = clip if clip_grads else None
-        self._original_step(optimizer, its_clip, auto_zero_grads, amp.scaler)
+        self._original_step(optimizer, its_clip, auto_zero_grads, self.scaler)
 
     # Calls of torch.
 
-    def _before_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def on_step_without_scaler(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
         """Take over a step of any optimizer that no scaler makes; called before it."""
         if not self._autocast.training:
             return
         window = self._window_of(optimizer)
         self._refuse_own_step(optimizer, closure_of(args[1:], kwargs))
-        self._amp.scaler.take_true_gradients(window)
+        self.scaler.take_true_gradients(window)
         window.begin_step()
         self._stepping_itself, RUNNING.window = optimizer, window
 
@@ -252,7 +247,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
 
     def _window_of(self, optimizer: Optimizer) -> Window:
         """The window of an optimizer, or of the context's one with equal parameters."""
-        windows = self._amp.windows
+        windows = self.windows
         if optimizer not in windows:
             its = set(parameters_of(optimizer))
             for each in self._context.optimizers:
@@ -261,7 +256,7 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         return windows[optimizer]
 
     def _refuse_own_step(self, optimizer: Optimizer, closure: object) -> None:
-        scaled, name = self._amp.scaler.is_enabled(), type(optimizer).__name__
+        scaled, name = self.scaler.is_enabled(), type(optimizer).__name__
         searches = isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
         if searches or (scaled and closure is not None):
             raise ConfigError(
@@ -304,32 +299,24 @@ class UnmodifiedTraining(pytorch.PyTorchCallback):
         self, first_batch_idx: int, checkpoint_uuid: str | None
     ) -> None:
         """Make optimizers fused, after models are complete and before a state loads."""
-        for optimizer in self._context.optimizers if self._amp.fused else ():
-            if (
-                not fuse(optimizer, self._context.models)
-                and self._amp.scaler.is_enabled()
-            ):
+        for optimizer in self._context.optimizers if self.fused else ():
+            if not fuse(optimizer, self._context.models) and self.scaler.is_enabled():
                 name = type(optimizer).__name__
                 logger.info(
                     "%s cannot be fused, so each step waits for the device", name
                 )
 
     def on_training_start(self) -> None:
-        self._patches.enter_context(
-            patched(self._amp, "on_step_without_scaler", self._before_own_step)
-        )
         handle = register_optimizer_step_post_hook(self._after_step)
         self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
         if self._autocast.casts:
-            hooks = ForwardHooks(self._amp.models)
+            hooks = ForwardHooks(self.models)
             self._patches.enter_context(hooks.shown_in_float32())
-        if self._amp.scaler.is_enabled():
-            self._gradients = TrueGradients(self._amp, self._autocast)
+        if self.scaler.is_enabled():
+            self._gradients = TrueGradients(self, self._autocast)
             self._patches.enter_context(self._gradients.refusing_hooks())
-
-    def on_trial_shutdown(self) -> None:
-        self._patches.close()
+        super().on_training_start()
 
 
 def fuse(optimizer: Optimizer, models: Iterable[nn.Module] = ()) -> bool:
