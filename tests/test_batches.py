@@ -4,15 +4,20 @@ that each has taken to come.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from determined_amp.amp.errors import GuardError
 from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.trial.batches import Batches, timed_loader
+from tests.harness import fit
 from tests.test_metrics import Clock
+from tests.trials import Weights
 
 
 class Exchanging(DistributedDataParallel):
@@ -44,6 +49,44 @@ def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone():
         model()  # a rehearsal
     model()
     assert model.noted[4:] == [False, True]
+
+
+class SpoilsABatch(Weights):
+    """Writes into its third batch, and no number of its validation is finite."""
+
+    rows = ((1.0, 1.0),) * 8
+    spoiled = 2
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        if batch_idx == self.spoiled:
+            batch[0].fill_(math.inf)
+        return reported
+
+    def evaluate_batch(self, batch, batch_idx):
+        return {"validation_loss": math.nan}
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        (2, "The newest batch alone is finite"),
+        (3, "train_batch has changed the newest batch in place"),
+        (4, "The newest batch alone is finite"),
+    ],
+)
+def test_guard_does_not_look_at_a_batch_that_the_trial_has_changed(batches, said):
+    with pytest.raises(GuardError, match=said):
+        fit(SpoilsABatch, {"precision": "fp32"}, batches=batches)
+
+
+class SpoilsTheFirst(SpoilsABatch):
+    spoiled = 0
+
+
+def test_first_batch_is_kept_as_it_came():
+    with pytest.raises(GuardError, match="The newest batch alone is finite"):
+        fit(SpoilsTheFirst, {"precision": "fp32"}, batches=1)
 
 
 class TestTimedLoader:

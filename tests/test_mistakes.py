@@ -143,6 +143,12 @@ class ForgetsTheReturn(Weights):
         super().train_batch(batch, epoch_idx, batch_idx)
 
 
+class ReturnsANumber(Weights):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        super().train_batch(batch, epoch_idx, batch_idx)
+        return 0.5
+
+
 def has_both_schedules(context):
     trial = Weights(context)
     trial.amp.wrap_lr_scheduler(lr_scheduler.ReduceLROnPlateau(trial.optimizer))
@@ -180,6 +186,7 @@ MISTAKES = {
     ),
     ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
     ForgetsTheReturn: "train_batch: it returns nothing; allowed: the loss, or metrics",
+    ReturnsANumber: "train_batch: it returns a float; allowed: the loss, or metrics",
     ClipsBeforeUnscaling: "it clips gradients that are still scaled",
     AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
     StepsTheSchedule: "leave StepLR.step() to amp, which calls it for applied steps",
@@ -306,6 +313,11 @@ class ReturnsUnknownContainer(habits.Habit):
         return self.model(inputs).logits.square().mean()
 
 
+class ReturnsItsLossAsANumber(Plain):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        return super().train_batch(batch, epoch_idx, batch_idx)["loss"].item()
+
+
 class WrapsNoModel(Plain):
     def __init__(self, context):
         self.context = context
@@ -326,6 +338,7 @@ REFUSED = {
     ScalesByItself: (FP16_ONLY, "GradScaler of its own"),
     CreatesAGraph: (FP16_ONLY, "create_graph"),
     WrapsNoModel: (FP16_ONLY, "context.wrap_model(model)"),
+    ReturnsItsLossAsANumber: (EVERY_PRECISION, "train_batch: it returns a float"),
     ReturnsUnknownContainer: (FP16_ONLY, "its loss is in float16"),
     habits.HalfWeights: (
         EVERY_PRECISION,

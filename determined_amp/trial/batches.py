@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,6 +47,10 @@ from determined_amp.trial.loss_scale import settings_with_found_scale
 logger = logging.getLogger(__name__)
 
 
+# The end of a message of the guard if the newest batch is not known any more.
+_CHANGED = "train_batch has changed the newest batch in place, which hides the cause"
+
+
 class Batches:
     """Trains each batch of a trial, with the work around it that the settings ask for.
 
@@ -58,7 +62,8 @@ class Batches:
             clips them.
 
     Attributes:
-        newest: The newest batch as the trial got it; None before the first.
+        newest: The newest batch as the trial got it; None before the first, and after
+            the first that the trial has changed in place, unless that is the first.
         is_counted: Whether `update` has counted the newest batch.
     """
 
@@ -104,22 +109,26 @@ class Batches:
         audit_error = self._rehearse_first() if self._is_first else None
         self._is_first = False
         result: Any = self._original_train_batch(batch=batch, **self._indices)
-        if self._changes_batches is not True:
-            self._changes_batches = any(version_of(t) != v for t, v in versions)
+        changes = self._changes_batches or any(version_of(t) != v for t, v in versions)
+        if changes and self._changes_batches is False:  # `newest` shares its tensors
+            self.newest = None
+            self._amp.guard.without_rehearsal = _CHANGED
+        self._changes_batches = changes
         for window in self._amp.windows.values():
             window.move("end_batch")
         if audit_error is not None:
             problem = one_line(audit_error)
             logger.warning("the first batch is trained, but not audited: %s", problem)
-        if result is None:
-            problem = "train_batch: it returns nothing; allowed: the loss, or metrics"
+        if not isinstance(result, (torch.Tensor, Mapping)):
+            kind = "nothing" if result is None else f"a {type(result).__name__}"
+            problem = f"train_batch: it returns {kind}; allowed: the loss, or metrics"
             raise ConfigError("the trial", [problem])
         if isinstance(result, torch.Tensor) or "loss" in result:
             self._amp.metrics.trial_reports_loss = True
         return result
 
     def rehearsal(self) -> Rehearsal | None:
-        """The rehearsal of the newest batch; None before the first."""
+        """The rehearsal of `newest`; None if there is none."""
         batch = self.newest
         if batch is None:
             return None
