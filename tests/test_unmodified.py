@@ -27,7 +27,6 @@ from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.window import RUNNING
 from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.loss_scale import find_in_trial
-from determined_amp.trial.true_gradients import TrueGradients
 from tests import habits
 from tests.harness import (
     Fitted,
@@ -577,17 +576,22 @@ def test_losses_that_a_trial_adds_up_in_place_are_reported_as_they_were():
     assert made.report["loss"] == pytest.approx(sum(totals) / len(totals))
 
 
-def test_graph_is_looked_through_again_only_when_its_size_changes(monkeypatch):
-    looked, look = [], TrueGradients._leaves_of
+class LearnsAnOffsetLater(habits.Habit):
+    """Its loss gets one more leaf after some batches, in a graph of the same size."""
 
-    def looking(self, loss, known):
-        looked.append(loss)
-        return look(self, loss, known)
+    def __init__(self, context):
+        super().__init__(context)
+        self.seen: list[float | None] = []
 
-    monkeypatch.setattr(TrueGradients, "_leaves_of", looking)
-    amp = {"precision": "amp_fp16", "init_scale": 64.0, "audit": False}
-    # The number of the first loss counts from the start of the process.
-    for habit, times in ((habits.Habit, 2), (habits.Adversarial, 8 + 1)):
-        looked.clear()
-        way(habit, amp)
-        assert len(looked) == times
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        offset = torch.zeros(1, requires_grad=batch_idx > 2)
+        self.context.backward(self.loss(*batch) + offset.sum())
+        self.seen.append(None if offset.grad is None else float(offset.grad))
+        self.step()
+        return {}
+
+
+def test_leaf_that_comes_later_has_its_true_gradient():
+    amp = {"precision": "amp_fp16", "init_scale": 64.0}
+    made = fit_as_it_is(LearnsAnOffsetLater, amp)
+    assert made.trial.seen[-8:] == [None] * 3 + [1.0] * 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -53,10 +53,6 @@ is_in_place: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
 # What a `GradScaler` knows of each optimizer since the last update, by its id.
 states_of_steps: Callable[[Any], Any] = attrgetter("_per_optimizer_states")
-
-
-# The sequence number of an autograd node: how many its thread had made before.
-number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -33,11 +33,11 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import Stage
 from determined_amp.amp.patched import patched
-from determined_amp.amp.rehearse.backward_graph import nodes_behind
 from determined_amp.amp.tensors import parameters_in, parameters_of
-from determined_amp.amp.torch_private import NODE_HOOKS, number_of
+from determined_amp.amp.torch_private import NODE_HOOKS
 from determined_amp.trial.unmodified_autocast import (
     UnmodifiedAutocast,
+    calling_first,
     has_hook_of_trial,
     is_the_trials,
     refuse_in_float16,
@@ -45,10 +45,6 @@ from determined_amp.trial.unmodified_autocast import (
 
 # Integers of the same width. An integer times 0 is always 0; infinity times 0 is NaN.
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-
-# How many backwards until a graph of a known size is searched again.
-_PERIOD = 100
-
 
 # The methods that register backward hooks or keep the gradient of a non-leaf tensor.
 # `Module.register_backward_hook` registers its hooks at nodes, in the next forward.
@@ -71,12 +67,12 @@ _OF_LEAVES = (
 class TrueGradients:
     """Keeps all gradients true, that is, unscaled, outside of the backward itself.
 
-    Backward hooks would see scaled gradients, so they are refused. The first backward
-    also finds hooks of modules that were registered before.
+    Backward hooks would see scaled gradients, so they are refused. A backward also
+    finds hooks of modules that were registered before.
 
     Args:
         amp: The mixed precision of the training, with a loss scale.
-        autocast: Knows the inputs of the models, and whether a batch is trained.
+        autocast: Knows whether a batch is trained.
     """
 
     def __init__(self, amp: AmpCore, autocast: UnmodifiedAutocast) -> None:
@@ -87,10 +83,6 @@ class TrueGradients:
         self._known: list[torch.Tensor] = []  # parameters
         self._sizes: list[tuple[int, int]] = []  # id and length of each parameter list
         self._norms: dict[Optimizer, torch.Tensor] = {}
-        # The sizes of the graphs that were searched and have no other leaves.
-        self._plain_sizes: set[int] = set()
-        self._number = 0  # the sequence number of the newest loss's node
-        self._backwards = 0
 
     @contextmanager
     def refusing_hooks(self) -> Iterator[None]:
@@ -105,7 +97,7 @@ class TrueGradients:
         with ExitStack() as stack:
             for owner, names in _OF_BACKWARDS.items():
                 for name in names:
-                    refusing = self._refusing(getattr(owner, name))
+                    refusing = calling_first(self._refuse_hook, getattr(owner, name))
                     stack.enter_context(patched(owner, name, refusing))
             yield
 
@@ -199,45 +191,32 @@ class TrueGradients:
         return self._known
 
     def _other_leaves_of(
-        self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The leaves that a loss reaches, without the parameters.
-
-        Searching a graph costs the host some microseconds per node. So a graph is taken
-        to have no other leaves if an earlier one of the same size had none, and no
-        input of a model is a leaf itself.
-        """
-        if loss.grad_fn is None:
-            return [] if loss in set(parameters) else [loss]
-        number = number_of(loss.grad_fn)
-        size, self._number = number - self._number, number
-        self._backwards += 1
-        is_due = self._backwards % _PERIOD == 0 or self._autocast.took_leaf
-        self._autocast.took_leaf = False
-        if size in self._plain_sizes and not is_due:
-            return []
-        others = self._leaves_of(loss, set(parameters))
-        if others:
-            self._plain_sizes.discard(size)
-        else:
-            self._plain_sizes.add(size)
-        return others
-
-    def _leaves_of(
         self, loss: torch.Tensor, parameters: Collection[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Search the graph of a loss for leaves that are not parameters.
 
+        This costs the host a microsecond per node, far less than to make and run it.
+
         Raises:
             ConfigError: if a node or a leaf has a hook of the trial.
         """
-        nodes = nodes_behind(loss)
+        leaves: list[Any] = [loss]
+        waiting: list[Any] = [loss.grad_fn] if loss.grad_fn else []
+        seen = {None, *waiting}
+        while waiting:
+            node = waiting.pop()
+            before = node.next_functions
+            if not before:
+                leaves.append(getattr(node, "variable", None))
+            for each, _ in before:
+                if each not in seen:
+                    seen.add(each)
+                    waiting.append(each)
         # This node calls the backward hooks of one module, or of all modules.
-        if any(node.name() == "BackwardHookFunctionBackward" for node in nodes):
+        if "BackwardHookFunctionBackward" in {type(node).__name__ for node in seen}:
             raise _refusal()
-        ends = [node for node in nodes if not node.next_functions]
-        leaves: list[Any] = [getattr(node, "variable", None) for node in ends]
-        others = [leaf for leaf in leaves if not (leaf is None or leaf in parameters)]
+        known = {None, *parameters}
+        others = [leaf for leaf in leaves if not (leaf in known or leaf.grad_fn)]
         for leaf in others:
             _refuse_hooks_of(leaf)
         return others
@@ -260,13 +239,6 @@ class TrueGradients:
                     f"{name} moves the weights between two backwards, and a skipped "
                     "step would not put them back"
                 )
-
-    def _refusing(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        def registering(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._refuse_hook(owner, *args, **kwargs)
-            return register(owner, *args, **kwargs)
-
-        return registering
 
     def _refuse_hook(self, owner: Any, hook: Any = None, *_: Any, **__: Any) -> None:
         if hook is not None and not is_the_trials(hook):  # such as a compiler's

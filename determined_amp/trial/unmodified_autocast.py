@@ -19,7 +19,6 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import as_float32, write_back
 from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.amp.tensors import tensors_of
 
 _CONVERT = (
     "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
@@ -44,8 +43,6 @@ class UnmodifiedAutocast:
         casts: Whether the precision has an autocast in 16 bits.
         training: Whether `train_batch` is running.
         in_backward: Whether a backward is running.
-        took_leaf: Whether an input of a model was a leaf of the graph since this was
-            last set to False.
     """
 
     def __init__(self, amp: AmpCore) -> None:
@@ -54,7 +51,6 @@ class UnmodifiedAutocast:
         self._inside = False
         self.training = False
         self.in_backward = False
-        self.took_leaf = False
 
     def __call__(
         self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -66,8 +62,6 @@ class UnmodifiedAutocast:
             return forward(*args, **kwargs)
         if self.training and is_on:
             raise refusal("it enters autocast itself", NO_AMP)
-        for tensor in tensors_of((args, kwargs)) if self.training else ():
-            self.took_leaf |= tensor.requires_grad and tensor.is_leaf
         amp, self._inside = self._amp, True
         try:
             with amp.autocast() if self.training else amp.eval_autocast():
