@@ -112,7 +112,7 @@ class TestTimedLoader:
                     yield seconds
 
         waits: list[float] = []
-        slow = timed_loader(lambda **options: Slow(), waits.append)(repeat=True)
+        slow = timed_loader(lambda **options: Slow(), waits.append, repeat=True)
         batches, trained = iter(slow), []
         # the workers load while Determined restores a checkpoint
         assert clock.now == 100
@@ -124,5 +124,5 @@ class TestTimedLoader:
 
     def test_loader_of_a_validation_is_not_timed(self):
         waits: list[float] = []
-        make = timed_loader(lambda repeat: [0, 1, 2], waits.append)
-        assert (list(make(repeat=False)), waits) == ([0, 1, 2], [])
+        made = timed_loader(lambda repeat: [0, 1, 2], waits.append, repeat=False)
+        assert (list(made), waits) == ([0, 1, 2], [])

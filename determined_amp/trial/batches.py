@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,6 @@ class Batches:
         self._original_build_loader = trial.build_training_data_loader
         self._original_step = context.step_optimizer
         self._indices: dict[str, int] = {}
-        self._is_first = True
         self._changes_batches: bool | None = None  # unknown before the first batch
         self._accumulates = aggregation_frequency(context) > 1
         self._patches = ExitStack()
@@ -106,8 +106,8 @@ class Batches:
         if self._accumulates:
             self._share_gradients_once()
         versions = self._keep(batch)
-        audit_error = self._rehearse_first() if self._is_first else None
-        self._is_first = False
+        is_first = self._changes_batches is None
+        audit_error = self._rehearse_first() if is_first else None
         result: Any = self._original_train_batch(batch=batch, **self._indices)
         changes = self._changes_batches or any(version_of(t) != v for t, v in versions)
         if changes and self._changes_batches is False:  # `newest` shares its tensors
@@ -219,25 +219,32 @@ class Batches:
 
     def _build_timed_loader(self) -> Any:
         loader, name = self._original_build_loader(), "get_data_loader"
-        make, waited = getattr(loader, name, None), self._amp.metrics.waited
+        make = getattr(loader, name, None)
         if make is not None:  # a loader of Determined
-            timed = timed_loader(make, waited)
+            timed = partial(timed_loader, make, self._amp.metrics.waited)
             self._patches.enter_context(patched(loader, name, timed))
         return loader
 
 
 def timed_loader(
-    make: Callable[..., Any], waited: Callable[[float], None]
-) -> Callable[..., Any]:
-    """A `get_data_loader` that calls `waited` with the seconds of wait per batch."""
+    make: Callable[..., Any],
+    waited: Callable[[float], None],
+    /,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Make a loader that calls `waited` with the seconds of wait per batch.
 
-    def get_data_loader(*arguments: Any, **options: Any) -> Any:
-        made = make(*arguments, **options)
-        # Only the training loader repeats. A trial may also use it for validation, and
-        # there Determined checks its type.
-        return _Timed(made, waited) if options.get("repeat") else made
-
-    return get_data_loader
+    Args:
+        make: Makes the loader, as `get_data_loader` of Determined does.
+        waited: See above.
+        arguments: Those of `make`.
+        options: Those of `make`.
+    """
+    made = make(*arguments, **options)
+    # Only the training loader repeats. A trial may also use it for validation, and
+    # there Determined checks its type.
+    return _Timed(made, waited) if options.get("repeat") else made
 
 
 class _Timed:

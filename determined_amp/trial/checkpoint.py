@@ -13,8 +13,9 @@ import io
 import logging
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
             checkpoint["rng_state"] = of_ranks[self._rank]
         states = checkpoint.get("lr_schedulers_state_dict", [])
         for state, scheduler in zip(states, self._schedulers, strict=False):
-            _restore_held(state, scheduler)
+            state.update(_restored(state, scheduler))
 
 
 # The errors of torch, pickle and the trial's own `load_state_dict` for a state that
@@ -128,18 +129,6 @@ def _in_one_sentence(error: Exception) -> str:
     if not others:
         return first
     return f"{first} {one_line(others[0].strip())} (1 of {len(others)} problems)"
-
-
-def load_plain(load: Callable[..., Any], *args: Any, **kwargs: Any) -> StateDict:
-    """Call `torch.load` weights-only. Raise for a content that is not a dict.
-
-    Determined would silently ignore such a content.
-    """
-    content = load(*args, **kwargs, weights_only=True)
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise TypeError(f"state_dict.pth holds a {kind}, not the state of a trial")
-    return content
 
 
 @contextmanager
@@ -229,31 +218,21 @@ def allow_numpy_random_state() -> None:
 _HELD = "determined_amp.held_scheduler"
 
 
-def _restore_held(state: StateDict, scheduler: Any) -> None:
-    """Load the states of held schedulers, and replace each by its scheduler.
-
-    Args:
-        state: The state of the outer scheduler; changed in place.
-        scheduler: The outer scheduler of this trial.
-    """
-    for key, value in state.items():
-        if isinstance(value, list):
-            held = getattr(scheduler, key, [])
-            state[key] = [
-                _held(v, held[i]) if _is_held(v) else v for i, v in enumerate(value)
-            ]
-        elif _is_held(value):
-            state[key] = _held(value, getattr(scheduler, key))
+def _restored(state: StateDict, scheduler: Any) -> StateDict:
+    """The state of a scheduler with each scheduler that it holds, restored."""
+    return {
+        key: _held(value, getattr(scheduler, key, None)) for key, value in state.items()
+    }
 
 
-def _is_held(value: Any) -> bool:
-    return isinstance(value, dict) and _HELD in value
-
-
-def _held(value: dict[str, Any], scheduler: Any) -> Any:
-    _restore_held(value[_HELD], scheduler)
-    scheduler.load_state_dict(value[_HELD])
-    return scheduler
+def _held(value: Any, live: Any) -> Any:
+    """A saved value, or the live scheduler whose state it is."""
+    if isinstance(value, list) and isinstance(live, list):
+        return [_held(*pair) for pair in zip_longest(value, live[: len(value)])]
+    if not isinstance(value, dict) or _HELD not in value:
+        return value
+    live.load_state_dict(_restored(value[_HELD], live))
+    return live
 
 
 def _warn_if_refused(name: str, state: Any) -> None:

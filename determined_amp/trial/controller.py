@@ -23,7 +23,6 @@ from determined_amp.trial.checkpoint import (
     check_bytes,
     check_optimizers,
     checksums_written,
-    load_plain,
     read_without_code,
     restoring,
 )
@@ -208,7 +207,12 @@ class SafeController(Controller):
         def load(file: Any, *args: Any, **kwargs: Any) -> Any:
             if Path(str(file)).name not in _STATES:  # a file of the trial's own
                 return own_load(file, *args, **{"weights_only": True, **kwargs})
-            content = load_plain(own_load, file, *args, **kwargs)
+            content = own_load(file, *args, **kwargs, weights_only=True)
+            if not isinstance(content, dict):  # Determined would ignore it
+                kind = type(content).__name__
+                raise TypeError(
+                    f"state_dict.pth holds a {kind}, not the state of a trial"
+                )
             content[SAME_TRIAL] = same_trial
             if same_trial:
                 check_optimizers(content, self.context.optimizers)

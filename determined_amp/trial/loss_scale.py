@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import determined as det
@@ -75,11 +76,8 @@ def find_in_trial(
     Raises:
         LossScaleError: if the trial has no loss scale, or none can be found.
     """
-
-    def find(rehearsals: Sequence[Rehearsal]) -> FoundScale:
-        return _find(rehearsals, name, trial, context)
-
     wrapped_scaler(context)
+    find = partial(_find, name=name, trial=trial, context=context)
     return in_training(trial, context, batches, find, latest_checkpoint)
 
 
@@ -171,9 +169,7 @@ def _collector(
     rehearsals: list[Rehearsal] = []
 
     def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        def train(own: Any) -> object:
-            return train_batch(own, epoch_idx, batch_idx)
-
+        train = partial(train_batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
         rehearsals.append(_rehearsal_of(context, batch, train))
         if len(rehearsals) == batches:
             finish(rehearsals)

@@ -269,8 +269,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         return step_methods(self._context)
 
     def _check_schedules(self) -> None:
-        optimizers = self._context.optimizers
-        ours = {o for o in optimizers if self.windows[o].schedule is not None}
+        ours = {schedule.optimizer for schedule in self.windows.schedules()}
         if not ours.isdisjoint(scheduled(self._context)):
             raise self._wrong(
                 "wrap_lr_scheduler",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import determined as det
@@ -142,27 +143,29 @@ class ResumedTraining(pytorch.PyTorchCallback):
         """Take some settings from this trial; log YAML changes that have no effect."""
         self._remember_constructed()
         before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
-        made_then = before.get("constructed") or ()
+        made_then = () if self._warm_start else before.get("constructed") or ()
+        optimizers = self._amp.optimizers
         states = checkpoint.get("optimizers_state_dict", [])
-        told, keeps = [], False
-        for number, (optimizer, state) in enumerate(
-            zip(self._amp.optimizers, states, strict=False)
-        ):
-            then: Groups = ()
-            if not self._warm_start and number < len(made_then):
-                then = made_then[number]
-            ours = self._settings_of_this_trial(optimizer)
-            kept = _settle(state, optimizer, ours, then)
-            keeps = keeps or bool(kept)
-            does = f"keeps {', '.join(kept)}" if kept else "follows the YAML"
-            told.append(f"optimizer {number} ({type(optimizer).__name__}) {does}")
-        if keeps:
-            logger.warning(
-                "%s. A new run from the weights of the checkpoint "
-                "(searcher.source_checkpoint_uuid on a cluster) begins with the "
-                "settings of its YAML",
-                "; ".join(told),
+        kept = [
+            _settle(state, optimizer, self._settings_of_this_trial(optimizer), then)
+            for optimizer, state, then in zip(
+                optimizers, states, chain(made_then, repeat(())), strict=False
             )
+        ]
+        if not any(kept):
+            return
+        told = []
+        for number, (optimizer, keeps) in enumerate(
+            zip(optimizers, kept, strict=False)
+        ):
+            does = f"keeps {', '.join(keeps)}" if keeps else "follows the YAML"
+            told.append(f"optimizer {number} ({type(optimizer).__name__}) {does}")
+        logger.warning(
+            "%s. A new run from the weights of the checkpoint "
+            "(searcher.source_checkpoint_uuid on a cluster) begins with the settings "
+            "of its YAML",
+            "; ".join(told),
+        )
 
     def _settings_of_this_trial(self, optimizer: Optimizer) -> frozenset[str]:
         """The settings that do not come from a checkpoint."""
@@ -222,9 +225,9 @@ def _settle(
         The settings of the checkpoint that win over a changed YAML, in words.
     """
     kept = []
-    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
-    for number, (saved_group, group) in enumerate(groups):  # torch reports a mismatch
-        was = then[number] if number < len(then) else {}
+    were = chain(then, repeat({}))
+    groups = zip(_groups_in(saved), optimizer.param_groups, were, strict=False)
+    for saved_group, group, was in groups:  # torch reports a mismatch
         for key in sorted(group.keys() - {"params"}):
             if key in ours or key not in saved_group:
                 saved_group[key] = group[key]
