@@ -40,8 +40,9 @@ MIN_STEPS_TO_JUDGE = 10
 _FINITE = "The newest batch alone is finite"
 
 _NO_BATCH = (
-    "Its cause was not looked for: there is no batch to train again; in a loop give "
-    "the newest batch and the loss function, amp.report(batch, loss_fn)"
+    "Its cause was not looked for: there is no batch to train again, or train_batch "
+    "has changed the newest batch in place; in a loop give the newest batch and the "
+    "loss function, amp.report(batch, loss_fn)"
 )
 
 

@@ -48,10 +48,6 @@ from determined_amp.trial.loss_scale import settings_with_found_scale
 logger = logging.getLogger(__name__)
 
 
-# The end of a message of the guard if the newest batch is not known any more.
-_CHANGED = "train_batch has changed the newest batch in place, which hides the cause"
-
-
 class Batches:
     """Trains each batch of a trial, with the work around it that the settings ask for.
 
@@ -112,7 +108,6 @@ class Batches:
         changes = self._changes_batches or any(version_of(t) != v for t, v in versions)
         if changes and self._changes_batches is False:  # `newest` shares its tensors
             self.newest = None
-            self._amp.guard.without_rehearsal = _CHANGED
         self._changes_batches = changes
         for window in self._amp.windows.values():
             window.move("end_batch")
