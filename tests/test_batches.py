@@ -5,50 +5,14 @@ that each has taken to come.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from determined_amp.amp.errors import GuardError
-from determined_amp.amp.rehearse.restored import undisturbed
-from determined_amp.trial.batches import Batches, timed_loader
+from determined_amp.trial.batches import timed_loader
 from tests.harness import fit
 from tests.test_metrics import Clock
 from tests.trials import Weights
-
-
-class Exchanging(DistributedDataParallel):
-    """Notes in every forward whether the backward after it exchanges gradients; needs
-    no ranks.
-    """
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.require_backward_grad_sync = True
-        self.noted: list[bool] = []
-
-    def forward(self, *inputs, **named):
-        self.noted.append(self.require_backward_grad_sync)
-
-
-def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone():
-    model, last = Exchanging(), iter([False, True, False, True])
-    context: Any = SimpleNamespace(
-        models=[nn.Linear(1, 1), model],
-        _should_communicate_and_update=lambda: next(last),
-    )
-    batches: Any = SimpleNamespace(_context=context)
-    for _ in range(4):
-        Batches._share_gradients_once(batches)
-        model()
-    assert model.noted == [False, True, False, True]
-    with undisturbed(model):
-        model()  # a rehearsal
-    model()
-    assert model.noted[4:] == [False, True]
 
 
 class SpoilsABatch(Weights):

@@ -15,11 +15,6 @@ from trials.mean_metrics import MeanMetrics
 from trials.mlp import MLPTrial
 
 
-def metrics():
-    context: Any = Context()
-    return MeanMetrics(context)
-
-
 def classifier(settings):
     """As much of the trial as `evaluate_batch` needs; its logits are the batch
     itself.
@@ -36,18 +31,10 @@ def reported(*trials):
     return trials[0].means.cross_slot_reduce(slots)
 
 
-class TestMeans:
-    def test_means_start_anew_after_a_reset(self):
-        mean = metrics()
-        mean.add({"error": torch.tensor(3.0)}, 1)
-        mean.reset()
-        mean.add({"error": torch.tensor(14.0)}, 2)
-        assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": 7}
-
-    def test_means_are_reduced_in_validation_only(self):
-        context: Any = Context()
-        mean = MeanMetrics(context)
-        assert context.registered == [(mean, {"for_training": False})]
+def test_means_are_reduced_in_validation_only():
+    context: Any = Context()
+    mean = MeanMetrics(context)
+    assert context.registered == [(mean, {"for_training": False})]
 
 
 class TestClassification:

@@ -228,17 +228,6 @@ class TestTrainingMetrics:
         assert (first.latest, first.scale_of_newest_step) == (steps, 65536.0)
         assert first.loss == loss
 
-    def test_batch_returns_a_number_only_where_determined_needs_one(self):
-        """Determined 0.38.1: an empty dict is an IndexError with several slots, free
-        with one.
-        """
-        loss = torch.tensor(1.0)
-        assert training_metrics(slots=1).add(loss, 4) == {}
-        for samples in (4, None):
-            assert training_metrics(slots=2).add(loss, samples) == {
-                "batch_samples": samples or 1
-            }
-
     def test_peak_memory_is_that_of_training_batches_after_the_first_ones(
         self, monkeypatch
     ):
@@ -290,17 +279,6 @@ class TestTrainingMetrics:
         )
         gradients_of(metrics).measure(parameters[1:], UNSCALED)
         assert "watch_headroom_bits" not in report_of(metrics)
-
-    def test_training_metrics_are_reduced_in_training_only(self):
-        context: Any = Context()
-        amp = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False))
-        ((reducer, when),) = context.registered
-        assert when == {"for_validation": False}
-        amp.metrics.add(torch.tensor(1.0), 8)
-        for loss in (1, None):
-            report = reducer.cross_slot_reduce([reducer.per_slot_reduce()])
-            assert report.get("loss") == loss
-            reducer.reset()
 
 
 def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(

@@ -113,13 +113,6 @@ class TestReports:
 
 
 class TestChanged:
-    def test_changed_setting_is_named_with_both_values(self):
-        run = resumed({}, {"reproducibility.experiment_seed": 2})
-        name = "reproducibility.experiment_seed"
-        assert run.changes == [
-            f"{name} changed from 1 to 2 at the resume after 40 batches"
-        ]
-
     @pytest.mark.parametrize(
         ("name", "stays"), [("learning_rate", True), ("amp.growth_interval", False)]
     )

@@ -104,25 +104,6 @@ class TestSettings:
         theirs = torch.amp.GradScaler("cpu")
         assert ours.state_dict() == theirs.state_dict() != {}
 
-    def test_settings_stay_when_a_saved_scale_is_loaded(self):
-        saved = {
-            **scaler_of(AmpSettings(Precision.AMP_FP16)).state_dict(),
-            "scale": 2.0,
-        }
-        scaler = scaler_of(AmpSettings(Precision.AMP_FP16, 8.0, 3.0, 0.25, 7))
-        assert scaler.get_scale() == 8.0
-        scaler.load_state_dict({**saved, "_growth_tracker": 5})
-        assert scaler.state_dict() == {
-            "scale": 2.0,
-            "growth_factor": 3.0,
-            "backoff_factor": 0.25,
-            "growth_interval": 7,
-            "_growth_tracker": 5,
-        }
-        without = scaler_of(AmpSettings(Precision.FP32))
-        without.load_state_dict(saved)
-        assert without.state_dict() == {}
-
 
 class TestStep:
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
@@ -269,14 +250,6 @@ class TestStages:
 
 
 class TestUpdate:
-    def test_update_that_the_training_calls_is_not_made_twice(self):
-        """Growth after every step: 4, and 8 after one update."""
-        made = Stepped(growth_interval=1)
-        made.step(1.0)
-        made.scaler.update()
-        made.scaler.finish()
-        assert made.scaler.get_scale() == 8
-
     def test_update_takes_the_scale_no_further_than_its_floor(self):
         made = Stepped(min_scale=1.5)
         assert [made.step_and_update(math.inf) for _ in range(3)] == [2.0, 1.5, 1.5]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import bz2
 import json
-import logging
 import os
 import shutil
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -67,11 +65,6 @@ def replace_at_once():
     os.replace(file.name, "last.pt")
 
 
-def write_array():
-    np.save("array.npy", np.ones(2))
-    os.rename("array.npy", "last.pt")
-
-
 def copy_a_temporary_file():
     with tempfile.NamedTemporaryFile("w", dir="old") as file:
         file.write("!")
@@ -81,19 +74,6 @@ def copy_a_temporary_file():
 
 def change_mapped_array():
     np.memmap("last.pt", dtype="u1", mode="r+")[:3] = ord("!")
-
-
-def log():
-    handler = logging.FileHandler("log.txt")
-    handler.emit(logging.makeLogRecord({"msg": "!"}))
-    handler.close()
-
-
-def unpack():
-    with tarfile.open("packed.tar", "w") as packed:
-        packed.add("log.txt")
-    with tarfile.open("packed.tar") as packed:
-        packed.extractall("unpacked")
 
 
 def compress():
@@ -192,7 +172,6 @@ WRITES = {
         lambda: torch.load("best.pt"),
         {"epoch": 1},
     ),
-    "numpy": (write_array, lambda: list(np.load("last.pt")), [1, 1]),
     "numpy's text": (
         lambda: np.savetxt("log.txt", [1.0]),
         lambda: (float(np.loadtxt("log.txt")), float(np.genfromtxt("log.txt"))),
@@ -208,9 +187,7 @@ WRITES = {
         lambda: text("last.pt"),
         "!!! user's last.pt",
     ),
-    "logging": (log, lambda: text("log.txt"), "the user's log.txt!\n"),
     "bz2": (compress, lambda: uncompressed("last.pt"), "!"),
-    "tarfile": (unpack, lambda: text("unpacked/log.txt"), "the user's log.txt"),
     "remove": (lambda: os.remove("best.pt"), lambda: "best.pt" in names(), False),
     "unlink": (
         lambda: Path("best.pt").unlink(),
