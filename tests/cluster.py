@@ -164,7 +164,7 @@ class Cluster:
         self.session = log_in(address)
         self.client = client.Determined(address)  # with the token of that login
         self.label = f"determined-amp-test-{uuid.uuid4().hex[:8]}"
-        self.runs: list[Run] = []
+        self.runs = []
 
     @property
     def slots(self):

@@ -12,7 +12,6 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
-from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.local.open_trial import throwaway_core_context
 from determined_amp.trial import controller, notes
 
@@ -30,10 +29,10 @@ class TaskMaster(core.TrainContext):
     def __init__(self, folder):
         self._folder = folder
         self._trial_id = 1
-        self.reports: dict[str, list[tuple[int, Metrics]]] = {}
-        self._metadata: Values = {}
+        self.reports = {}
+        self._metadata = {}
         self.status = ""
-        self.stops: list[bool] = []
+        self.stops = []
 
     @property
     def metadata(self):

@@ -63,10 +63,10 @@ class Syncs(TorchDispatchMode):
     def __init__(self, device_type, answer=_call):
         super().__init__()
         self._answer = answer
-        self.waits: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.waits = defaultdict(Counter)
+        self.calls = defaultdict(Counter)
         self._device_type = device_type
-        self._phase: str | None = None
+        self._phase = None
 
     @contextmanager
     def during(self, phase):
@@ -278,7 +278,7 @@ def backward(loss, gradient=None, **_):
     _backwards += 1
     root: Any = loss.grad_fn
     missing = _edges_into(root)
-    received: defaultdict[Any, dict[int, torch.Tensor]] = defaultdict(dict)
+    received = defaultdict(dict)
     received[root][0] = torch.ones_like(loss) if gradient is None else gradient
     ready = [root]
     while ready:
@@ -294,7 +294,7 @@ def backward(loss, gradient=None, **_):
 
 def _edges_into(root):
     """How many gradients each node of the graph waits for."""
-    edges: Counter[Any] = Counter()
+    edges = Counter()
     seen, left = {root}, [root]
     while left:
         following = [node for node, _ in left.pop().next_functions if node is not None]

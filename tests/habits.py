@@ -16,12 +16,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from determined_amp.amp.plain_data import Metrics
-
 FEATURES, CLASSES, SAMPLES = 6, 3, 32
 
 
-def random(*shape: int) -> torch.Tensor:
+def random(*shape):
     """The same numbers each time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
@@ -29,45 +27,45 @@ def random(*shape: int) -> torch.Tensor:
 class Habit(pytorch.PyTorchTrial):
     """A classifier of points without a habit; smooth, so that rounding stays small."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
         self.model: Any = context.wrap_model(self.net())
         self.optimizer = context.wrap_optimizer(
             self.optimizer_of(list(self.model.parameters()))
         )
 
-    def net(self) -> Any:
+    def net(self):
         return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
-    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         return torch.optim.SGD(parameters, lr=0.3, momentum=0.5)
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return functional.cross_entropy(self.model(inputs), classes)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.loss(*batch)
         self.context.backward(loss)
         self.step()
         return {"loss": loss}
 
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer)
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> Metrics:
+    def evaluate_batch(self, batch, batch_idx):
         with torch.enable_grad():  # some differentiate by their inputs
             return {"validation_loss": self.loss(*batch).detach()}
 
-    def data(self) -> TensorDataset:
+    def data(self):
         points = random(SAMPLES, FEATURES)
         return TensorDataset(points, points[:, :CLASSES].argmax(1))
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         return pytorch.DataLoader(self.data(), self.context.get_per_slot_batch_size())
 
     build_validation_data_loader = build_training_data_loader
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self):
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
 
@@ -77,7 +75,7 @@ class Habit(pytorch.PyTorchTrial):
 class ClampsData(Habit):
     """The line of PyTorch's older DQN tutorial."""
 
-    def step(self) -> None:
+    def step(self):
         for gradient in self.gradients():
             gradient.data.clamp_(-0.01, 0.01)
         self.context.step_optimizer(self.optimizer)
@@ -88,11 +86,11 @@ class LoudAtFirst(ClampsData):
     harmless.
     """
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.is_loud = batch_idx == self.context.distributed.get_rank() == 0
         return super().train_batch(batch, epoch_idx, batch_idx)
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         loss = super().loss(inputs, classes)
         return loss * 1e6 if self.model.training and self.is_loud else loss
 
@@ -100,7 +98,7 @@ class LoudAtFirst(ClampsData):
 class ClipsOutside(Habit):
     """Clips before the step, not in it."""
 
-    def step(self) -> None:
+    def step(self):
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.context.step_optimizer(self.optimizer)
 
@@ -108,7 +106,7 @@ class ClipsOutside(Habit):
 class StepsItself(Habit):
     """Goes past the context, with a closure of None."""
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step(None)
         self.optimizer.zero_grad()
 
@@ -118,7 +116,7 @@ class StepsByHand(Habit):
 
     set_to_none = True
 
-    def step(self) -> None:
+    def step(self):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 assert parameter.grad is not None
@@ -135,7 +133,7 @@ class StepsByHandInPlace(StepsByHand):
 class OwnAccumulation(Habit):
     """Two batches a step, counted by the trial."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.loss(*batch)
         self.context.backward(loss / 2)
         if batch_idx % 2:
@@ -148,7 +146,7 @@ class ProjectsGradients(Habit):
     both.
     """
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         logits, parameters = self.model(batch[0]), list(self.model.parameters())
         loss, taken = functional.cross_entropy(logits, batch[1]), []
         for task in (loss, 0.01 * logits.pow(2).mean()):
@@ -171,12 +169,12 @@ class OffAutocast(Habit):
     In torch 2.3 autocast would keep the casts of that forward, which have no gradients.
     """
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         with torch.no_grad():
             self.model(inputs)
         return super().loss(inputs, classes)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with torch.autocast("cpu", enabled=False):
             super().train_batch(batch, epoch_idx, batch_idx)
             return super().train_batch(batch, epoch_idx, batch_idx)
@@ -188,17 +186,17 @@ class OffAutocast(Habit):
 class SecondOptimizer(Habit):
     """A temperature with an optimizer that the context does not know."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.temperature = nn.Parameter(torch.zeros(()))
         self.own = torch.optim.SGD([self.temperature], lr=0.3)
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return functional.cross_entropy(
             self.model(inputs) * self.temperature.exp(), classes
         )
 
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer)
         self.own.step()
         self.own.zero_grad()
@@ -207,13 +205,13 @@ class SecondOptimizer(Habit):
 class SharedParameters(Habit):
     """Two optimizers of the same parameters after one backward."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.second = context.wrap_optimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.1)
         )
 
-    def step(self) -> None:
+    def step(self):
         self.context.step_optimizer(self.optimizer, auto_zero_grads=False)
         self.context.step_optimizer(self.second)
 
@@ -221,7 +219,7 @@ class SharedParameters(Habit):
 class AlternatingHeads(Habit):
     """A batch has a loss for one of two heads, and both optimizers are stepped."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
         self.heads = [
             context.wrap_model(nn.Linear(FEATURES, CLASSES)) for _ in range(2)
@@ -231,18 +229,18 @@ class AlternatingHeads(Habit):
             for head in self.heads
         ]
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         self.model = self.heads[batch_idx % 2]
         return super().train_batch(batch, epoch_idx, batch_idx)
 
-    def step(self) -> None:
+    def step(self):
         for optimizer in self.optimizers:
             self.context.step_optimizer(optimizer, self.clip)
 
-    def clip(self, parameters: Any) -> None:
+    def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 1.0)
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         self.model = getattr(self, "model", self.heads[0])
         return super().loss(inputs, classes)
 
@@ -252,27 +250,27 @@ class Lookahead(torch.optim.Optimizer):
     another.
     """
 
-    def __init__(self, fast: torch.optim.Optimizer) -> None:
+    def __init__(self, fast):
         self.fast, self.steps = fast, 0
         self.param_groups, self.state = fast.param_groups, fast.state
         self.parameters = self.param_groups[0]["params"]
         self.slow = [parameter.detach().clone() for parameter in self.parameters]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         self.fast.step()
         self.steps += 1
         if self.steps % 3 == 0:
             torch._foreach_lerp_(self.slow, self.parameters, 0.5)
             torch._foreach_copy_(self.parameters, self.slow)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         self.fast.zero_grad(set_to_none)
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"own": [self.steps, self.slow], "fast": self.fast.state_dict()}
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict):
         self.steps, self.slow = state_dict["own"]
         self.fast.load_state_dict(state_dict["fast"])
 
@@ -280,28 +278,28 @@ class Lookahead(torch.optim.Optimizer):
 class LooksAhead(Habit):
     """Steps with an optimizer around another one."""
 
-    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         return Lookahead(super().optimizer_of(parameters))
 
 
 class Sharpness(torch.optim.Optimizer):
     """Sharpness-aware minimisation around another optimizer."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {})
         self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3, momentum=0.5)
         self.param_groups = self.base_optimizer.param_groups
         self.weights = self.param_groups[0]["params"]
 
     @torch.no_grad()
-    def first_step(self) -> None:
+    def first_step(self):
         norm = torch.stack([weight.grad.norm() for weight in self.weights]).norm()
         self.moves = [weight.grad * (0.05 / (norm + 1e-12)) for weight in self.weights]
         torch._foreach_add_(self.weights, self.moves)
         self.zero_grad()
 
     @torch.no_grad()
-    def second_step(self) -> None:
+    def second_step(self):
         torch._foreach_sub_(self.weights, self.moves)
         self.base_optimizer.step()
         self.zero_grad()
@@ -310,10 +308,10 @@ class Sharpness(torch.optim.Optimizer):
 class Sam(Habit):
     """The step of the wrapped optimizer is never called; that of the one in it is."""
 
-    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         return Sharpness(parameters)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         optimizer: Any = self.optimizer
         loss = self.loss(*batch)
         self.context.backward(loss)
@@ -326,7 +324,7 @@ class Sam(Habit):
 class Wgan(AlternatingHeads):
     """The critic is stepped three times a batch, and its weights are clamped."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         critic, generator = self.heads
         for which in (0, 0, 0, 1):
             made = generator(batch[0]).repeat(1, 2)
@@ -344,23 +342,23 @@ class Wgan(AlternatingHeads):
 class LineSearch(Habit):
     """LBFGS evaluates the loss as often as it likes."""
 
-    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def optimizer_of(self, parameters):
         return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        def closure() -> torch.Tensor:
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        def closure():
             self.optimizer.zero_grad()
-            loss: torch.Tensor = self.loss(*batch)
+            loss = self.loss(*batch)
             self.context.backward(loss)
             return loss
 
-        return {"loss": self.optimizer.step(closure)}  # type: ignore[arg-type]
+        return {"loss": self.optimizer.step(closure)}
 
 
 # What is called inside the backward.
 
 
-def clamp(gradient: torch.Tensor) -> Any:
+def clamp(gradient):
     """As recipes for recurrent nets have it."""
     return gradient.clamp(-0.003, 0.003)
 
@@ -368,27 +366,27 @@ def clamp(gradient: torch.Tensor) -> Any:
 class Hooked(Habit):
     """Registers its hook in each batch."""
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         logits = self.model(inputs)
         if self.model.training:
             self.register(logits)
         return functional.cross_entropy(logits, classes)
 
-    def register(self, logits: torch.Tensor) -> None:
+    def register(self, logits):
         """This one registers none."""
 
 
 class ActivationHook(Hooked):
     """Clamps the gradient of what the model returns."""
 
-    def register(self, logits: torch.Tensor) -> None:
+    def register(self, logits):
         logits.register_hook(clamp)
 
 
 class NodeHook(Hooked):
     """Has its hook at a node of the graph, not at a tensor."""
 
-    def register(self, logits: torch.Tensor) -> None:
+    def register(self, logits):
         assert logits.grad_fn is not None
         logits.grad_fn.register_prehook(lambda gradients: None)
 
@@ -396,7 +394,7 @@ class NodeHook(Hooked):
 class GradientsHook(Hooked):
     """Is called once for all gradients."""
 
-    def register(self, logits: torch.Tensor) -> None:
+    def register(self, logits):
         parameters = list(self.model.parameters())
         torch.autograd.graph.register_multi_grad_hook(
             parameters, lambda gradients: None
@@ -406,21 +404,21 @@ class GradientsHook(Hooked):
 class RetainedGradient(Hooked):
     """Needs no hook."""
 
-    def register(self, logits: torch.Tensor) -> None:
+    def register(self, logits):
         logits.retain_grad()
 
 
 class OldModuleHook(Hooked):
     """That of old recipes."""
 
-    def register(self, logits: torch.Tensor) -> None:
+    def register(self, logits):
         self.model[2].register_backward_hook(lambda module, into, out: None)
 
 
 class ParameterHook(Habit):
     """Registers its hook, a function of torch, before the training."""
 
-    def net(self) -> Any:
+    def net(self):
         model = super().net()
         hook = partial(functional.hardtanh, min_val=-0.003, max_val=0.003)
         model[0].weight.register_hook(hook)
@@ -430,35 +428,35 @@ class ParameterHook(Habit):
 class LoneModuleHook(Habit):
     """A hook of a module that nobody has wrapped."""
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         super().__init__(context)
         self.last = nn.Tanh()
         self.last.register_full_backward_hook(
             lambda module, into, out: tuple(map(clamp, into))
         )
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return functional.cross_entropy(self.last(self.model(inputs)), classes)
 
 
 class Net(nn.Module):
     """The same as a module of its own, which can do more in its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
 
-    def forward(self, inputs: torch.Tensor) -> Any:
+    def forward(self, inputs):
         return self.last(self.hidden(inputs))
 
-    def hidden(self, inputs: torch.Tensor) -> Any:
+    def hidden(self, inputs):
         return torch.tanh(self.first(inputs))
 
 
 class Penalty(Habit):
     """A penalty of small gradients by the inputs, as of a critic."""
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         inputs = inputs.clone().requires_grad_()
         logits = self.model(inputs)
         (gradient,) = torch.autograd.grad(
@@ -472,7 +470,7 @@ class Penalty(Habit):
 class FunctionalPenalty(Habit):
     """The same by torch.func."""
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         gradient = torch.func.grad(lambda points: self.model(points).sum())(inputs)
         return super().loss(inputs, classes) + gradient.pow(2).mean()
 
@@ -480,7 +478,7 @@ class FunctionalPenalty(Habit):
 class Adversarial(Habit):
     """Trains on what it makes of the gradient of its inputs, which are in no model."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         inputs = batch[0].clone().requires_grad_()
         inputs.retain_grad()  # which a leaf does anyway
         self.context.backward(self.loss(inputs, batch[1]))
@@ -492,10 +490,10 @@ class Adversarial(Habit):
 class AdversarialLater(Adversarial):
     """The same from the fifth batch on, in a graph that is as large as before."""
 
-    def net(self) -> Any:
+    def net(self):
         return nn.Sequential(nn.LayerNorm(FEATURES), super().net())
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         if batch_idx < 4:
             return Habit.train_batch(self, batch, epoch_idx, batch_idx)
         return super().train_batch(batch, epoch_idx, batch_idx)
@@ -504,7 +502,7 @@ class AdversarialLater(Adversarial):
 class LooksForAnomalies(Habit):
     """Raises an error for NaN in the backward."""
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with torch.autograd.set_detect_anomaly(True):
             return super().train_batch(batch, epoch_idx, batch_idx)
 
@@ -517,17 +515,17 @@ class Features(Habit):
 
     seen: torch.Tensor
 
-    def net(self) -> Any:
+    def net(self):
         model = nn.Sequential(
             nn.Linear(FEATURES, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, CLASSES)
         )
         model[0].register_forward_hook(self.keep)
         return model
 
-    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def keep(self, module, inputs, output):
         self.seen = output
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         loss = super().loss(inputs * 300, classes)
         return loss + 1e-8 * (self.seen * self.seen).sum()
 
@@ -535,10 +533,10 @@ class Features(Habit):
 class HalfWeights(Habit):
     """Trains in bfloat16 without autocast."""
 
-    def net(self) -> Any:
+    def net(self):
         return super().net().bfloat16()
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return super().loss(inputs.bfloat16(), classes).float()
 
 
@@ -548,15 +546,15 @@ class HalfWeights(Habit):
 class SparseEmbedding(Habit):
     """Predicts the next word; the gradient of its embedding is sparse."""
 
-    def net(self) -> Any:
+    def net(self):
         embedding = nn.Embedding(16, 8, sparse=True)
         return nn.Sequential(embedding, nn.Linear(8, 16))
 
-    def data(self) -> TensorDataset:
+    def data(self):
         words = random(SAMPLES, 8).mul(8).abs().long().clamp_(max=15)
         return TensorDataset(words[:, :-1], words[:, 1:])
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return functional.cross_entropy(
             self.model(inputs).flatten(0, 1), classes.flatten()
         )
@@ -567,14 +565,14 @@ class Coder(nn.Module):
     members.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList([nn.Linear(FEATURES, 16), nn.Tanh()])
         self.decoder = nn.Sequential(
             nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)
         )
 
-    def encode(self, inputs: torch.Tensor) -> torch.Tensor:
+    def encode(self, inputs):
         for part in self.parts:
             inputs = part(inputs)
         return inputs
@@ -583,42 +581,42 @@ class Coder(nn.Module):
 class Methods(Habit):
     """Calls a method and a member of its model, and never the model."""
 
-    def net(self) -> Any:
+    def net(self):
         return Coder()
 
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+    def loss(self, inputs, classes):
         return functional.cross_entropy(
             self.model.decoder(self.model.encode(inputs)), classes
         )
 
 
 class CheckpointingNet(Net):
-    def hidden(self, inputs: torch.Tensor) -> Any:
+    def hidden(self, inputs):
         return checkpoint(super().hidden, inputs.requires_grad_(), use_reentrant=True)
 
 
 class Checkpointing(Habit):
     """Recomputes in the backward what the graph of the loss does not show."""
 
-    def net(self) -> Any:
+    def net(self):
         return CheckpointingNet()
 
 
 class Spectral(Net):
     """Has a complex parameter, and one without a number."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.filter = nn.Parameter(torch.ones(9, dtype=torch.complex64))
         self.nothing = nn.Parameter(torch.zeros(0))
 
-    def hidden(self, inputs: torch.Tensor) -> Any:
+    def hidden(self, inputs):
         hidden = super().hidden(inputs).float() + self.nothing.sum()
         return torch.fft.irfft(torch.fft.rfft(hidden) * self.filter.conj())
 
 
 class Complex(Habit):
-    def net(self) -> Any:
+    def net(self):
         return Spectral()
 
 

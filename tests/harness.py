@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision
 from determined_amp.amp.fields import read_section
-from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import controlled_by
 from determined_amp.trial.unmodified import make_with_amp
@@ -46,8 +46,8 @@ class Reports(core.DummyTrainContext):
 
     def __init__(self):
         super().__init__()
-        self.training: list[Metrics] = []
-        self.validation: list[Metrics] = []
+        self.training = []
+        self.validation = []
 
     def _report_trial_metrics(self, group, steps_completed, metrics, *others):
         (self.training if group == "training" else self.validation).append(
@@ -274,10 +274,10 @@ class Context:
     def __init__(self, slots=1):
         self.distributed = _Processes(slots)
         self._core = SimpleNamespace(train=core.DummyTrainContext())
-        self.registered: list[tuple[Any, dict[str, bool]]] = []
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.lr_schedulers: list[Any] = []
+        self.registered = []
+        self.models = []
+        self.optimizers = []
+        self.lr_schedulers = []
 
     def step_optimizer(self, *given, **named):
         """Steps nothing."""

@@ -85,7 +85,7 @@ class TorchAmp:
             enabled=settings.scales_the_loss,
         )
         self.loss_scale = self.scaler.get_scale
-        self.schedulers: list[Any] = []
+        self.schedulers = []
 
     def prepare(self, model):
         return model
@@ -129,7 +129,7 @@ class Training:
         if case.schedule is not None:
             for optimizer in self.optimizers:
                 amp.wrap_lr_scheduler(case.schedule(optimizer))
-        self.bits: list[list[torch.Tensor]] = []
+        self.bits = []
 
     def run(self, first=0, last=BATCHES):
         """Train from one batch to another."""
@@ -187,7 +187,7 @@ class OneModel:
         self.amp = amp
         self.model = amp.prepare(make_model())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
-        self.bits: list[list[torch.Tensor]] = []
+        self.bits = []
 
     def loss_fn(self, batch):
         return functional.cross_entropy(self.model(batch[0]), batch[1])
@@ -234,7 +234,7 @@ class Trial(pytorch.PyTorchTrial):
         if case.schedule is not None:
             for optimizer in self.optimizers:
                 self.amp.wrap_lr_scheduler(case.schedule(optimizer))
-        self.bits: list[list[torch.Tensor]] = []
+        self.bits = []
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         losses = self.case.losses(self.amp, self.models, *batch)

@@ -102,7 +102,7 @@ def histogram(values_by_log2, zeros=0):
 
 def powers_in(counted):
     """How many values there are in [2^q, 2^(q+1)), by q."""
-    powers = Counter[int]()
+    powers = Counter()
     for magnitude, count in counted.counts.items():
         if magnitude:
             powers[math.floor(math.log2(magnitude))] += count

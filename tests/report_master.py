@@ -12,8 +12,6 @@ from urllib.parse import parse_qs
 
 from determined.common.api import salt_and_hash
 
-from determined_amp.amp.plain_data import Metrics, StateDict, Values
-
 EXPERIMENT = {
     "id": 7,
     "archived": False,
@@ -69,9 +67,9 @@ class Master:
     def __init__(self, config, trials):
         self.config = config
         self.trials = list(trials)
-        self.reports: dict[str, list[Metrics]] = {"validation": [], "training": []}
-        self.checkpoints: list[StateDict] = []
-        self.metadata: dict[int, Values] = {}
+        self.reports = {"validation": [], "training": []}
+        self.checkpoints = []
+        self.metadata = {}
         self.password = PASSWORD
 
     def answer(self, path, query):

@@ -88,7 +88,7 @@ class Reports:
 
     def __init__(self, reports):
         self._reports = [*reports]
-        self.answers: list[object] = []
+        self.answers = []
         self._reader, self._writer = os.pipe()
         os.write(self._writer, bytes(len(self._reports)))
         self._has_ended = self.closed = False

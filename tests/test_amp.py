@@ -221,7 +221,7 @@ class LooksAtTorch(OneWeight):
 
     def __init__(self, context, recipe):
         super().__init__(context, recipe)
-        self.replaced: set[str] = set()
+        self.replaced = set()
         self.model.register_forward_hook(self.look)
 
     def look(self, *call):

@@ -29,7 +29,7 @@ from determined_amp import (
     GuardError,
     Precision,
 )
-from determined_amp.amp.plain_data import Metrics, Values
+from determined_amp.amp.plain_data import Values
 from determined_amp.amp.rehearse.precision_audit import audit_loss
 from determined_amp.amp.slots import ProcessGroup
 from determined_amp.amp.torch_private import states_of_steps
@@ -83,7 +83,7 @@ class Loop(Training):
 
     def __init__(self, case):
         super().__init__(case, AmpLoop(case.settings, "cpu"), WINDOW)
-        self.reports: list[Metrics] = []
+        self.reports = []
 
     def end_window(self):
         super().end_window()

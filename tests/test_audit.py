@@ -240,7 +240,7 @@ class Keeps(Converted):
 
     def __init__(self, context):
         super().__init__(context)
-        self.calls, self.queue = 0, deque[float](maxlen=3)
+        self.calls, self.queue = 0, deque(maxlen=3)
         self.meter = SimpleNamespace(count=0, scaler=self.amp.scaler)
         self.teacher = copy.deepcopy(self.model)
         self.lock = threading.Lock()  # cannot be copied

@@ -444,7 +444,7 @@ class HidesNanAfterUnscale(Right):
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
-PLANTED: dict[type[Right], str] = {
+PLANTED = {
     UnscaledLoss: "unscaled_loss",
     StepsWithoutScaler: "step_without_scaler",
     UpdatesEachMicroBatch: "update_in_window",
@@ -465,13 +465,13 @@ PLANTED: dict[type[Right], str] = {
     UnscalesEveryMicroBatch: "unscale_in_window",
 }
 # These are suspicions: the same form may be right.
-SUSPECTED: dict[type[Right], str] = {
+SUSPECTED = {
     CannotLoad: "resume_fails",
     RandomSlopes: "no_16_bit_kernel",
     CoversNothing: "autocast_covers_nothing",
     ScalesNothing: "no_loss_scale",
 }
-WINDOWS: dict[type[Right], int] = {
+WINDOWS = {
     UpdatesEachMicroBatch: 2,
     UnscalesInTheWindow: 2,
     UnscalesEveryMicroBatch: 2,
@@ -985,7 +985,7 @@ class DecoratedBefore(Trainer):
         return MADE_BEFORE(self.model)(inputs).float()
 
 
-FAULTY_TRAINERS: dict[type[Trainer], str] = {
+FAULTY_TRAINERS = {
     ForgetsScaler: "scaler_not_saved",
     SavesAnotherScale: "scaler_not_saved",
     ClipsInTrainer: "clip_scaled",
@@ -1105,7 +1105,7 @@ def test_float16_loss_is_a_fault_only_where_most_losses_are_not_finite(weight, l
 
 
 def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed():
-    owners: list[Any] = [
+    owners = [
         torch.amp.GradScaler,
         torch.Tensor,
         torch.optim.Optimizer,

@@ -66,7 +66,7 @@ class TestOwnScript:
         """Determined tells the loop of no earlier batches there, and the script sets
         the seed.
         """
-        seen: list[float] = []
+        seen = []
 
         class Shuffles(Weights):
             def build_training_data_loader(self):
@@ -204,7 +204,7 @@ def save(checkpoints, batches, content=""):
 @pytest.fixture
 def done(monkeypatch):
     """What the disk is asked for, in order, by name."""
-    events: list[str] = []
+    events = []
 
     def note(owner, name, say):
         original = getattr(owner, name)

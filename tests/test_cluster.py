@@ -14,8 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import yaml
@@ -122,7 +120,7 @@ ASHA = (
     "hyperparameters.training.reporting_period.batches=2",
 )
 
-FEW_TRIALS: dict[str, Sequence[str]] = {
+FEW_TRIALS = {
     "compare": (COMPARE,),
     "compare_precisions": COMPARED,
     "loss_scale_asha": ASHA,
@@ -413,7 +411,7 @@ def strangers(cluster, stranger):
         "hyperparameters.trial=before:MyTrial",
         "hyperparameters.amp.precision=amp_fp16",
     )
-    plan: dict[str, tuple[Path, tuple[str, ...]]] = {
+    plan = {
         "alone": (ours, STRANGER),
         "two slots": (ours, two_slots),
         "as it is": (before, as_it_is),

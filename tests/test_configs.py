@@ -25,7 +25,7 @@ PRECISION = NAMES | {"hyperparameters.amp.precision"}
 SCALER = PRECISION | {f"hyperparameters.amp.{key}" for key in SCALER_KEYS}
 # What each file changes of the fp32.yaml beside it.
 DIFFERS = {
-    "fp32.yaml": frozenset[str](),
+    "fp32.yaml": frozenset(),
     "tf32.yaml": PRECISION,
     "bf16.yaml": PRECISION,
     "amp.yaml": SCALER,
@@ -41,7 +41,7 @@ OWN = {
         NAMES | {"hyperparameters.gradient_checkpointing"},
     ),
     # The paper's training, which has nothing in common with the small model's.
-    "latte/latte_s.yaml": ("latte_s.yaml", frozenset[str]()),
+    "latte/latte_s.yaml": ("latte_s.yaml", frozenset()),
     "latte/latte_xl.yaml": (
         "latte_s.yaml",
         NAMES | {f"hyperparameters.model.{key}" for key in SIZE},

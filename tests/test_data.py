@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from torchvision import datasets
 
-from determined_amp.amp.errors import Problem
 from determined_amp.amp.fields import read
 from trials.data.images import DatasetName, DataSettings, TensorImages, load
 from trials.data.loading import DataError, Sample, to_device
@@ -191,7 +190,7 @@ def test_mnist_is_downloaded_once_and_never_augmented(monkeypatch, tmp_path):
     ],
 )
 def test_contradiction_of_data_settings_is_reported_at_one_key(raw, key):
-    problems: list[Problem] = []
+    problems = []
     read(DataSettings, raw, "data", problems)
     assert [problem.partition(":")[0] for problem in problems] == (
         [f"data.{key}"] if key else []

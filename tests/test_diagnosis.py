@@ -5,8 +5,6 @@ it moves nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -427,7 +425,7 @@ class TwoSlots:
 
     def __init__(self, rank, other=()):
         self.rank = rank
-        self.said: list[Any] = []
+        self.said = []
         self._other = iter(other)
 
     def allgather(self, value):
@@ -440,10 +438,10 @@ class TestSeveralSlots:
     """A forward may wait for those of other slots, so all make the same rehearsals."""
 
     def test_sound_slot_rehearses_as_one_in_trouble_and_names_its_cause(self):
-        causes, scales = list[str | None](), list[list[float]]()
-        said: Sequence[Any] = ()
+        causes, scales = [], []
+        said = []
         for rank, loud in enumerate((2.0**10, 1.0)):
-            model, here = Net(loud, loud), list[float]()
+            model, here = Net(loud, loud), []
             train, slots = batch_of(model, ONES), TwoSlots(rank, said)
 
             def counted(scale, train=train, here=here):

@@ -11,7 +11,6 @@ import linecache
 import math
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("_libraries_are_collected_once")
 # A CPU has fused optimizers from here on; the oldest torch has other NaN gradients.
 IS_NEWER = TorchVersion(torch.__version__) >= "2.4"
 
-NOT_YET: dict[str, str] = {}
+NOT_YET = {}
 
 # What may be suspected of right scripts, which nobody can tell from a mistake.
 SUSPECTED = {
@@ -61,7 +60,7 @@ def names_in(scripts):
 
 def prepared():
     """The names that scripts begin with."""
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile(PRELUDE, "prelude.py", "exec"), names)
     return names
 

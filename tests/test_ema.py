@@ -30,7 +30,7 @@ class Averaged(OneWeight):
     def __init__(self, context, recipe):
         super().__init__(context, recipe)
         self.ema = EMAWeights(self.model, self.amp, DECAY)
-        self.averages: list[float] = []
+        self.averages = []
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         reported = super().train_batch(batch, epoch_idx, batch_idx)

@@ -188,7 +188,7 @@ def test_scaler_settings_have_no_effect_in_a_precision_without_a_scaler(precisio
 
 def test_training_reads_every_section_once(tmp_path, monkeypatch):
     """The trial, its `MixedPrecision` and `fit` take what the command has read."""
-    read: Counter[str] = Counter()
+    read = Counter()
 
     def count(settings, *arguments):
         read[type(settings).__name__] += 1

@@ -55,7 +55,7 @@ def bert_batch():
 def gradients(rehearsal, scale_log2, dtype):
     """The parameters' gradients of a rehearsal, without the scale."""
     (model,) = rehearsal.models
-    kept: list[torch.Tensor] = []
+    kept = []
 
     @contextmanager
     def keeping():

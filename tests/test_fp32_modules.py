@@ -31,7 +31,7 @@ class Products(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.dtypes: list[torch.dtype] = []
+        self.dtypes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):

@@ -132,8 +132,8 @@ class PoisonedTrial(MLPTrial):
 
     def __init__(self, context):
         super().__init__(context)
-        self.scales: list[float] = []
-        self.weights: list[torch.Tensor] = []
+        self.scales = []
+        self.weights = []
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         images, labels = batch

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def by_module(recorder):
-    modules = defaultdict[str, Histogram](Histogram)
+    modules = defaultdict(Histogram)
     for source, histogram in recorder.histograms.items():
         modules[source.module] += histogram
     return modules

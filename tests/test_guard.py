@@ -180,7 +180,7 @@ class TestTrouble:
 
     def test_cause_of_a_warning_is_looked_for_once(self, caplog):
         """A rehearsal changes what the trial keeps, such as a queue."""
-        rehearsed: list[float | None] = []
+        rehearsed = []
         warns = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
         watched = guard(warns, newest=lambda: Rehearsal(rehearsed.append, []))
         for _ in range(2):

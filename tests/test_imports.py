@@ -69,7 +69,7 @@ def imported_modules(library):
         path.relative_to(library).with_suffix("").parts: path
         for path in library.rglob("*.py")
     }
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for own, path in paths.items():
         found = graph[".".join(own)] = set()
         for _, (_, *parts) in imports(path):
@@ -145,7 +145,7 @@ def test_planted_import_against_the_direction_is_found(tmp_path, file, code, lin
     assert found.startswith(f"{file}:{line} imports ")
 
 
-BOTH, NOTHING = {"torch", "determined"}, set[str]()
+BOTH, NOTHING = {"torch", "determined"}, set()
 
 
 # What each of these programs loads, and what it does not need.

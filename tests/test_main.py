@@ -94,7 +94,7 @@ def test_commands_of_several_slots_are_started_by_the_launcher(
     slots, nodes, rank, monkeypatch
 ):
     """By the task, and not by the ranks that it has started."""
-    started: list[list[str]] = []
+    started = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:

@@ -294,7 +294,7 @@ def test_peak_memory_is_of_the_process_on_a_cpu_and_of_torchs_counters_on_a_gpu(
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", held.__getitem__)
     on_gpu = {"watch_peak_memory_mib": 3.0, "watch_peak_reserved_memory_mib": 5.0}
     assert peak_memory_mib(gpu) == on_gpu
-    asked: list[torch.device] = []
+    asked = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
     for device in (cpu, gpu):
         forget_peak_memory(device)

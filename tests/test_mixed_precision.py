@@ -145,7 +145,7 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one():
 def test_only_errors_of_the_user_are_printed_in_place_of_a_traceback(
     monkeypatch, capfd
 ):
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(sys, "excepthook", lambda *caught: seen.append(caught))
     context: Any = Context()
     with pytest.raises(ValueError, match="of torch"), ending_the_program():

@@ -180,7 +180,7 @@ def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(folder):
 class TestStop:
     def test_ranks_stop_when_the_chief_says_so(self):
         """Ranks that stop at different batches wait for each other forever."""
-        sent: list[bool] = []
+        sent = []
         chief: Any = SimpleNamespace(rank=0, size=2, broadcast=sent.append)
         rank: Any = SimpleNamespace(rank=1, size=2, broadcast=lambda mine: sent[-1])
         told, tells = StopOnSignal(rank), StopOnSignal(chief)
@@ -243,7 +243,7 @@ class TestGpus:
     @pytest.fixture
     def done(self, monkeypatch):
         """What the second of two processes does on a machine with two GPUs."""
-        done: list[Any] = []
+        done = []
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.setenv(name, "2")
         for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"):

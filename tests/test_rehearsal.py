@@ -80,7 +80,7 @@ class TestNothingMoves:
         assert optimizer.param_groups[0]["lr"] == 0.5
 
     def test_backward_hook_that_a_training_registers_stays_a_full_one(self):
-        model, seen = nn.Linear(1, 1), list[Any]()
+        model, seen = nn.Linear(1, 1), []
 
         def train(scale):
             if not model._backward_hooks:
@@ -195,7 +195,7 @@ class TestInTraining:
     class ThreeBackwards(SummedLoss):
         def __init__(self, context):
             super().__init__(context)
-            self.seen: list[tuple[int, int]] = []
+            self.seen = []
 
         def train_batch(self, batch, epoch_idx, batch_idx):
             self.seen.append((epoch_idx, batch_idx))

@@ -70,7 +70,7 @@ class Warms(Plain):
 
     def __init__(self, context):
         super().__init__(context)
-        self.seen: list[float] = []
+        self.seen = []
         context.lr_schedulers.clear()
         (group,) = self.optimizer.param_groups
         group["lr"] = group["initial_lr"] = 0.01

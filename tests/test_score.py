@@ -37,7 +37,7 @@ class Float16:
 
     def __init__(self):
         self.top, self.share = 6.0, 0.0
-        self.measured: list[float] = []
+        self.measured = []
 
 
 class TestTerms:

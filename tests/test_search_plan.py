@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.entrypoint import Task
@@ -121,7 +121,7 @@ def test_missing_length_is_named_once_with_its_key():
 def test_report_on_a_search_is_decided_by_its_command_and_its_ranges(
     command, ranges, searched, *, compares
 ):
-    hyperparameters: Values = {}
+    hyperparameters = {}
     for name in flat(ranges):
         put(hyperparameters, name.split("."), {"type": "double"})
     config = {
@@ -220,7 +220,7 @@ def test_option_names_the_trial_of_any_entrypoint(entrypoint, runs):
 
 
 def test_batches_of_a_score_that_are_no_number_are_a_mistake():
-    problems: list[Problem] = []
+    problems = []
     for batches in ("0", "x"):
         entrypoint = f"python3 -m determined_amp score --batches {batches}"
         Task.of(entrypoint, problems)

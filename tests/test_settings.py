@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from determined_amp import AmpLoop
-from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.fields import read, read_section, setting
 from determined_amp.amp.plain_data import Values
 from determined_amp.amp.settings import (
@@ -58,7 +58,7 @@ class Section:
 
 def section(**raw):
     """`Section` read from `raw`, with the one required key filled in."""
-    problems: list[Problem] = []
+    problems = []
     made = read(Section, {"count": 1, **raw}, "s", problems)
     assert problems == []
     assert made is not None

@@ -38,7 +38,7 @@ class UpdatesAfterEachStep(TwoWeights):
 
     def __init__(self, context, rows):
         super().__init__(context, rows)
-        self.counted: list[int] = []
+        self.counted = []
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         for which in (0, 0, 0, 1):

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from determined_amp.amp.errors import UserError
-from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, leaves, put
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report.master_runs import read_experiment
@@ -74,7 +73,7 @@ def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys():
     values = {"a": {"b": 1, "c": {"d": [2]}}, "e": None, "f.g": 3, "empty": {}}
     named = {"a.b": 1, "a.c.d": [2], "e": None, "f.g": 3}
     assert flat(values) == named
-    again: Values = {"empty": {}}
+    again = {"empty": {}}
     for path, value in leaves(values):
         put(again, path, value)
     assert again == values

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from optuna.distributions import FloatDistribution, IntDistribution
 
-from determined_amp.amp.errors import Problem
 from determined_amp.search.space import read_space
 
 
 def space(hyperparameters):
-    problems: list[Problem] = []
+    problems = []
     result = read_space(hyperparameters, problems)
     assert problems == []
     return result
@@ -134,6 +131,6 @@ def test_range_is_drawn_uniformly_and_log_in_the_exponent(raw, distribution):
     ],
 )
 def test_mistake_in_a_range_names_its_key(space, key):
-    problems: list[Any] = []
+    problems = []
     read_space({"a": {"x": space}}, problems)
     assert problems[0].key == f"hyperparameters.a.x.{key}"

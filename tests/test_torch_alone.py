@@ -72,7 +72,7 @@ def requirements(name, known):
 
 def link_modules(folder, *distributions):
     """Link the modules of distributions and of their requirements into a folder."""
-    known: set[str] = set()
+    known = set()
     wanted = {
         plain(name) for each in distributions for name in requirements(each, known)
     }

@@ -159,7 +159,7 @@ class TestForward:
         assert made.report["loss"] == pytest.approx(math.log(CLASSES))
 
     def test_forward_hook_gets_the_tensor_that_the_loss_is_computed_from(self):
-        gradients: list[torch.Tensor] = []
+        gradients = []
 
         def reverse(module, inputs, output):
             if output.requires_grad:
@@ -557,7 +557,7 @@ class AddsLossesUp(habits.Habit):
 
     def __init__(self, context):
         super().__init__(context)
-        self.totals: list[float] = []
+        self.totals = []
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         loss, other = self.loss(*batch), self.loss(*batch)

@@ -86,14 +86,14 @@ def in_a_loop():
 
     for _ in range(ORDINARY):
         train()
-    stations: list[str] = []
+    stations = []
     with walked(stations):
         train()
     return stations
 
 
 def in_a_trial(train, patch):
-    own, batches, stations = Batches.__call__, iter(range(100)), list[str]()
+    own, batches, stations = Batches.__call__, iter(range(100)), []
 
     def call(self, *args, **kwargs):
         if next(batches) != ORDINARY:

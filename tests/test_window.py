@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -186,8 +185,8 @@ class Wrapper(torch.optim.Optimizer):
     """Never calls `Optimizer.__init__`."""
 
     def __init__(self):
-        self.stepped: list[Any] = []
-        self.param_groups: list[dict[str, Any]] = []
+        self.stepped = []
+        self.param_groups = []
 
     def step(self, closure=None, *, twice=False):
         """Its own."""

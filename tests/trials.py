@@ -140,7 +140,7 @@ class Scheduled(Weights):
         self.optimizer_of = make_optimizer  # type: ignore[method-assign]
         self.mode = mode
         super().__init__(context)
-        self.seen: list[tuple[Any, ...]] = []
+        self.seen = []
         if make_scheduler is None:
             return
         self.scheduler = make_scheduler(self.optimizer)
@@ -206,8 +206,8 @@ class OneWeight(Weights):
     def __init__(self, context, recipe):
         self.recipe, self.rows, self.max_norm = recipe, recipe.rows, recipe.max_norm
         super().__init__(context, recipe.amp)
-        self.scales: list[float] = []
-        self.trace: list[float] = []
+        self.scales = []
+        self.trace = []
 
     def optimizer_of(self, parameters):
         return torch.optim.SGD(parameters, lr=self.recipe.rate)

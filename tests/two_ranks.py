@@ -214,8 +214,7 @@ def own_loop(*, torch_alone=False):
         seen: Values = {"own loop": processes.rank, "weights": [], "scales": []}
 
         def loss_fn(batch):
-            loss: torch.Tensor = model(batch).float().mean()
-            return loss
+            return model(batch).float().mean()
 
         def train(row):
             batch = torch.tensor(row)[:, None]
@@ -250,7 +249,7 @@ class Noted(strangers.Shuffled):
         super().__init__(context)
         np.random.seed(0)  # a cluster does
         random.seed(0)
-        self.seen: list[int] = []
+        self.seen = []
 
     def build_training_data_loader(self):
         points = strangers.samples(0).tensors

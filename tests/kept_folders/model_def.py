@@ -26,7 +26,7 @@ class Unmodified(pytorch.PyTorchTrial):
 
     rows: Sequence[float] = FINITE
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+    def __init__(self, context):
         self.context = context
         self.model = context.wrap_model(self.net())
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
@@ -35,25 +35,25 @@ class Unmodified(pytorch.PyTorchTrial):
         schedule: Any = StepLR(self.optimizer, 6, gamma=0.5)
         context.wrap_lr_scheduler(schedule, every_batch)
 
-    def net(self) -> nn.Module:
+    def net(self):
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         return model
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         loss = self.model(batch[0]).float().mean()
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
         return {"loss": loss}
 
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": self.model(batch[0]).float().mean()}
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
+    def build_training_data_loader(self):
         rows = TensorDataset(torch.tensor(self.rows)[:, None])
         return pytorch.DataLoader(rows, batch_size=1, shuffle=True)
 
-    def build_validation_data_loader(self) -> pytorch.DataLoader:
+    def build_validation_data_loader(self):
         return pytorch.DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1)
 
 
@@ -62,16 +62,16 @@ class TenLines(Unmodified):
 
     rows = ROWS
 
-    def net(self) -> nn.Module:
+    def net(self):
         self.amp = MixedPrecision(self.context)
         return self.amp.prepare(super().net())
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def train_batch(self, batch, epoch_idx, batch_idx):
         with self.amp.autocast():
             loss = self.model(batch[0]).float().mean()
         self.context.backward(self.amp.scaler.scale(loss))
         self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)
         return self.amp.update(loss, samples=1)
 
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+    def build_callbacks(self):
         return self.amp.callbacks(self)
