@@ -13,7 +13,6 @@ import re
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,9 +48,8 @@ from tests.loops import (
     make_model,
     one_model,
 )
-from tests.training import computed
+from tests.training import ROOT, computed
 
-ROOT = Path(__file__).parents[1]
 WINDOW = 2
 ADDED = ("batches", "epochs")  # by Determined, to each report
 

@@ -6,7 +6,6 @@ Each YAML of `hp_search` is an experiment of its own.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,8 +15,8 @@ from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.entrypoint import Task
 from determined_amp.search.search_plan import SearchPlan
+from tests.training import ROOT
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs"
 
 NAMES = frozenset({"name", "description"})

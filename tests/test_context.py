@@ -11,8 +11,8 @@ import pytest
 from determined.common import detignore, v1file_utils
 
 from tests.test_imports import imports
+from tests.training import ROOT
 
-ROOT = Path(__file__).parents[1]
 CODE = {"determined_amp", "trials"}
 SENT = CODE | {"startup-hook.sh", "pyproject.toml"}
 MIB = 1 << 20

@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,8 +32,8 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.mutants import AFTERWARDS, ROOMS
+from tests.training import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 AMP, CHECK, CLUSTER, EVIDENCE, LOSS_SCALE, METRICS, PRECISION = (

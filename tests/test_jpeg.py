@@ -5,12 +5,10 @@ says.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from benchmarks import jpeg
 from benchmarks.measured import RESULTS
-
-ROOT = Path(__file__).parents[1]
+from tests.training import ROOT
 
 
 def test_page_quotes_the_committed_numbers():

@@ -6,12 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).parents[1]
+from tests.training import ROOT
 
 # In the place of Python, pip and uv: it notes its arguments, and makes an environment.
 STUB = """#!/bin/sh

@@ -11,7 +11,6 @@ import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +28,9 @@ from determined_amp.trial.unmodified import trial_of
 from tests import habits
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import fit
+from tests.training import ROOT
 
-CONFIGS = Path(__file__).parents[1] / "experiment_configs"
+CONFIGS = ROOT / "experiment_configs"
 BATCHES = 12
 REPORTING_PERIOD = 4
 OVERRIDES = (

@@ -8,14 +8,13 @@ import os
 import shutil
 import subprocess
 import zipfile
-from pathlib import Path
 
 import pytest
 
 import determined_amp
 from tests import training
+from tests.training import ROOT
 
-ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 

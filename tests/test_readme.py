@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from determined_amp import __main__ as door
+from tests.training import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 OURS = "det-amp "
 # The lines that a new user types once; the test of the whole page does what they do.

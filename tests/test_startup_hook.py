@@ -10,12 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+from tests.training import ROOT
+
 HOOK = (ROOT / "startup-hook.sh").read_text()
 NEEDED = {"yaml": "pyyaml", "tensorboard": "tensorboard", "rich": "rich"}
 # With the examples beside the library.

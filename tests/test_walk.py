@@ -16,9 +16,10 @@ import determined_amp
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.trial.batches import Batches
 from tests.harness import fit, fit_as_it_is
+from tests.training import ROOT
 from tests.trials import FP16_SECTION, Weights
 
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "architecture.md"
 LIBRARY = str(Path(determined_amp.__file__).parent)
 
 # An ordinary batch: the first ones audit, and begin what is kept.

@@ -10,15 +10,14 @@ import re
 import shutil
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from determined_amp import ConfigError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.search.search_plan import SearchPlan
+from tests.training import ROOT
 
-ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"
 PAGE = (ROOT / "docs" / "your_trial.md").read_text()
 README = (ROOT / "README.md").read_text()
