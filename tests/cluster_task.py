@@ -2,8 +2,6 @@
 master.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

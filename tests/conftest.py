@@ -2,8 +2,6 @@
 none: it needs no torch, whose import takes seconds.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

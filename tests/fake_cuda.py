@@ -6,8 +6,6 @@ optimizers and pinned loaders go the way they go on a GPU. Above it `Syncs` sees
 call and counts those that would wait.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from functools import partial

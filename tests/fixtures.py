@@ -2,8 +2,6 @@
 CUDA device.
 """
 
-from __future__ import annotations
-
 import atexit
 import enum
 import gc

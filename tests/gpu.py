@@ -7,8 +7,6 @@ is marked where it is asserted: `only_a_gpu_shows`, `only_a_gpu_raises`; and `si
 makes it small.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import contextmanager, nullcontext

@@ -11,8 +11,6 @@ random state must be those of a run that nobody disturbed, and every report must
 there once.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import random

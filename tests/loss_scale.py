@@ -1,7 +1,5 @@
 """Small trials looked at as the finder does, and gradients made by hand."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Trials that fail, or leave their directory, for tests of searches."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

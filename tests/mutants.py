@@ -9,8 +9,6 @@ faults that the first leave. What only runs while a module is imported cannot be
 it counts as not noticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

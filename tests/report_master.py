@@ -2,8 +2,6 @@
 trials.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import contextmanager, suppress

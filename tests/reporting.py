@@ -1,7 +1,5 @@
 """Small searches and findings for the tests of `report`."""
 
-from __future__ import annotations
-
 import math
 
 from determined_amp.experiment.experiment import read_yaml

@@ -6,8 +6,6 @@ weights, see the same batches, and must have the same weights and scale after ea
 batch, to the bit.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

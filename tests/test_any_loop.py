@@ -4,8 +4,6 @@ page.
 The trainings have two optimizers, clipping, accumulation, schedules and skipped steps.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import math

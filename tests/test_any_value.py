@@ -2,8 +2,6 @@
 that the YAML asks for, or a `ConfigError` names the key.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextlib import suppress

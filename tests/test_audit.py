@@ -2,8 +2,6 @@
 stops.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

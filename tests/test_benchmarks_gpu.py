@@ -2,8 +2,6 @@
 goals.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Weights that change inside one autocast region are cast anew."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

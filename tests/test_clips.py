@@ -1,7 +1,5 @@
 """Clips by torch of gradients that are still scaled: they are refused."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

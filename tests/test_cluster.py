@@ -6,8 +6,6 @@ will do. The experiments are small, carry a label of their own, and are deleted 
 end.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -3,8 +3,6 @@
 Each YAML of `hp_search` is an experiment of its own.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

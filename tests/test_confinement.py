@@ -1,7 +1,5 @@
 """No file of the user changes while a script or a trial is checked, however it ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

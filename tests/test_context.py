@@ -1,7 +1,5 @@
 """What `det experiment create CONFIG .` sends, measured with Determined's own code."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import tarfile

@@ -1,7 +1,5 @@
 """`amp.counts`: sums on the device, and steps that were applied or skipped."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

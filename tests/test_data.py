@@ -5,8 +5,6 @@ Nothing is downloaded: `mnist` and `cifar10` read what stands in for torchvision
 classes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

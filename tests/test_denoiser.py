@@ -1,7 +1,5 @@
 """`models.denoiser`: the transformer, and checkpointing that changes no bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

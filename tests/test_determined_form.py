@@ -4,8 +4,6 @@ The configuration of most tests is Determined's own form: an entrypoint,
 `searcher.max_length`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import yaml

@@ -2,8 +2,6 @@
 it moves nothing.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

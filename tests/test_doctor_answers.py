@@ -4,8 +4,6 @@ An answer that is not right yet is in `NOT_YET`, with the kind of what is missin
 test turns red when the answer becomes right, and the name is then taken out.
 """
 
-from __future__ import annotations
-
 import gc
 import linecache
 import math

@@ -2,8 +2,6 @@
 weights.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -6,8 +6,6 @@ do the same arithmetic have the same bits, and no comparison of whole runs needs
 tolerance.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -5,8 +5,6 @@ The configuration of every test is the repository's own `mlp/amp.yaml` with sing
 changed.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`experiment.factory`: which classes and functions make a trial, and how."""
 
-from __future__ import annotations
-
 import pytest
 
 from determined_amp.amp.errors import ConfigError

@@ -1,7 +1,5 @@
 """`experiment.failures`: errors of 16 bits that say what to write, with the line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The pictures of the reports show the numbers that they are given."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

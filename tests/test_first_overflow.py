@@ -5,8 +5,6 @@ nothing of the finder, the flush by casting the recorded gradients. Most of thes
 operations compute a factor of their derivative in 16 bits, which no loss scale moves.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

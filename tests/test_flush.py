@@ -2,8 +2,6 @@
 there.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

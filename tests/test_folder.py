@@ -2,8 +2,6 @@
 was.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

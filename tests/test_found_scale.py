@@ -1,7 +1,5 @@
 """`finder.found_scale`: what is said of a finding, as text, YAML, Python and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Which optimizers of unmodified trials are made fused; they step as before."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import MethodType

@@ -3,8 +3,6 @@
 `make test-gpu` runs these. `gpu.py` runs them without a GPU, to see that they run.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

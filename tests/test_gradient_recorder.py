@@ -2,8 +2,6 @@
 module.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

@@ -1,7 +1,5 @@
 """A run that no longer trains ends with the cause, and leaves its last good state."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

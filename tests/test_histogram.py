@@ -1,7 +1,5 @@
 """`finder.histogram`: counted magnitudes against torch's own rounding to float16."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

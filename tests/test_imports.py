@@ -2,8 +2,6 @@
 besides.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from graphlib import CycleError, TopologicalSorter

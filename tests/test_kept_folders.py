@@ -6,8 +6,6 @@ that was stopped after one of three trials, and a comparison of three precisions
 two seeds. All numbers are powers of two, so that their bits do not depend on a machine.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

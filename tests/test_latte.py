@@ -1,7 +1,5 @@
 """`trials.latte`, trained for a few batches: averaged weights, clipping, settings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import yaml

@@ -2,8 +2,6 @@
 a master.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 from unittest.mock import Mock

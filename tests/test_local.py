@@ -1,7 +1,5 @@
 """What a run without a cluster leaves behind, and how it is asked to stop."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

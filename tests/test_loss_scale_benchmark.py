@@ -2,8 +2,6 @@
 results.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 printed.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """`make` and the environment of the checkout: it touches none that it did not make."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -2,8 +2,6 @@
 server.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from determined_amp import __main__ as door

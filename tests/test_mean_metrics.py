@@ -1,7 +1,5 @@
 """Validation reports exact means over samples, whatever the batches and slots."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

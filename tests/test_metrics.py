@@ -2,8 +2,6 @@
 report.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 from dataclasses import replace

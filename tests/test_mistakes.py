@@ -5,8 +5,6 @@ one's own; in every precision, so that none comes to light only when the precisi
 switched.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -2,8 +2,6 @@
 made.
 """
 
-from __future__ import annotations
-
 import torch
 
 from trials.data.clips import ClipSettings, load

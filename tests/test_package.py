@@ -2,8 +2,6 @@
 sight.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 measured.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from typing import Any

@@ -3,8 +3,6 @@
 GPUs of other generations are stood in for by the answers torch would give on them.
 """
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`report precision` on runs that were really trained, in folders and on a master."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

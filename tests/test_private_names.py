@@ -4,8 +4,6 @@ two others, and Determined still has them; its loop calls what a loop of ours re
 What torch's do is tested by whatever needs it: its clips, steps, hooks and backwards.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

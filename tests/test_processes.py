@@ -1,7 +1,5 @@
 """Several ranks on this machine: gloo, DistributedDataParallel."""
 
-from __future__ import annotations
-
 import json
 import signal
 from types import SimpleNamespace

@@ -4,8 +4,6 @@
 command in another folder. `make test` runs one of them with this environment.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -2,8 +2,6 @@
 results.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

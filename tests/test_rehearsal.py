@@ -2,8 +2,6 @@
 moves.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

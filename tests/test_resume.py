@@ -2,8 +2,6 @@
 more, to the bit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

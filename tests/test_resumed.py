@@ -4,8 +4,6 @@ rates and whatever it is written as; and what cannot be restored is said.
 `test_any_loop.py` asks this of a loop, `test_contract.py` of each trial of `trials/`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`report RUN`: how one run ended, its curves, and where its files are."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

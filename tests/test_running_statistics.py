@@ -1,7 +1,5 @@
 """Running statistics that are not finite go back to those of the last report."""
 
-from __future__ import annotations
-
 import copy
 import math
 

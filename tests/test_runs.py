@@ -1,7 +1,5 @@
 """`determined_amp.runs`: what a run is, and how it is judged."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,8 +2,6 @@
 perfect.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

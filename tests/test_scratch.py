@@ -1,7 +1,5 @@
 """What a checked script changes, changes in a scratch folder, and it sees that."""
 
-from __future__ import annotations
-
 import glob
 import multiprocessing
 import os

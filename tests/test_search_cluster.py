@@ -2,8 +2,6 @@
 sampled.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

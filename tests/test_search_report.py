@@ -1,7 +1,5 @@
 """`report SEARCH`: the best trial, a table and a picture of all, and clear errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The server from which the processes of trials are forked."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -6,8 +6,6 @@ whatever w is, and SGD with rate 0.5 moves w by -0.5 * mean(x). A row is a batch
 sample (x_d, x_g).
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

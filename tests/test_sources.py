@@ -1,7 +1,5 @@
 """A report reads a search of a folder and of a master alike, and says what is wrong."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

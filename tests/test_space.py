@@ -1,7 +1,5 @@
 """The points of a search, computed by hand here."""
 
-from __future__ import annotations
-
 import pytest
 from optuna.distributions import FloatDistribution, IntDistribution
 

@@ -1,7 +1,5 @@
 """The study of a search, and its trials in processes that only send messages."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Loops of PyTorch need torch and numpy: all else may be missing, Determined too."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """What a search is told of a local run, and that it can stop it."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 from unittest.mock import Mock

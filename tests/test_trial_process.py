@@ -1,7 +1,5 @@
 """The process of one trial of a search."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """What the files of a trial tell before it is imported, and what they cannot tell."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

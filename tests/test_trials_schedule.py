@@ -1,7 +1,5 @@
 """`trials.schedule`: warm-up, constant and cosine as a torch scheduler."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which files count as the user's own in messages, findings and checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import site

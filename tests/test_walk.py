@@ -1,7 +1,5 @@
 """The walk of one batch through the library, as docs/architecture.md shows it."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`amp.window`: what is known of an optimizer, and what it needs before a step."""
 
-from __future__ import annotations
-
 import gc
 import math
 

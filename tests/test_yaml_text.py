@@ -2,8 +2,6 @@
 YAML.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

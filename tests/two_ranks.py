@@ -4,8 +4,6 @@ One start serves all tests of `test_processes.py`: importing torch costs more th
 training. So the ranks are forks of the tests' process, which has imported it.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Ways in which a script changes files of its user's, in a folder that has some."""
 
-from __future__ import annotations
-
 import bz2
 import json
 import os
