@@ -58,13 +58,20 @@ class Run:
         """Wait until it has reported more batches; the log explains why one ended
         before that.
         """
+        what = f"experiment {self.id} to train {after} batches and more"
+        self._wait_until(lambda: self.batches() > after, what)
+
+    def wait_for_log(self, text):
+        """Wait until its log has this; the end of the log explains why one ended
+        without it.
+        """
+        what = f"{text!r} in the log of experiment {self.id}"
+        self._wait_until(lambda: text in self.log(), what)
+
+    def _wait_until(self, condition, what):
         self._wait_for_slots()
-        wait_until(
-            lambda: self.batches() > after or self.state() in ENDED,
-            f"experiment {self.id} to train {after} batches and more",
-            900,
-        )
-        assert self.batches() > after, f"{self.state()}: {self.log()[-3000:]}"
+        wait_until(lambda: condition() or self.state() in ENDED, what, 900)
+        assert condition(), f"{self.state()}: {self.log()[-3000:]}"
 
     def _wait_for_slots(self):
         waits = client.ExperimentState.QUEUED
