@@ -52,6 +52,11 @@ NOT_SAVED = (
     "torch.save was given the state of no optimizer in these steps, so no checkpoint "
     "was judged"
 )
+NOT_COMPARED = (
+    "two loss scales were not compared in float32: that needs a script that runs alone "
+    "and not in place, ends without an error, gives equal numbers for equal seeds, and "
+    "has no 16-bit tensors but those of autocast"
+)
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"
 )
@@ -217,36 +222,46 @@ def examine_script(
         The findings, and the error that the script itself raised.
     """
     recorder, findings = Recorder(moves_scale=True), CheckFindings()
-    end = _ScriptEnd(recorder)
+    end, record = _ScriptEnd(recorder), recorder.record
     recorder.before_backward = end.before_backward
-    raised: BaseException | None = None
+    is_alone = not in_place and os.environ.get("WORLD_SIZE", "1") == "1"
     started = time.monotonic()
     with ExitStack() as stack:
-        can_compare = not in_place and os.environ.get("WORLD_SIZE", "1") == "1"
-        if can_compare:
-            runs = WaitingRuns(partial(_run_in_scratch, path, arguments))
-            stack.callback(runs.close)
+        if is_alone:  # it must begin before the script does
+            again = WaitingRuns(partial(_run_in_scratch, path, arguments))
+            stack.callback(again.close)
         if not in_place:
             scratch = stack.enter_context(changing_all_in(folder_of_launch()))
         stack.enter_context(_as_started(path, arguments))
-        try:
-            with watched(recorder, findings), end.time_limit(60 * minutes):
-                _run(path, end)
-        except BaseException as error:
-            raised = error
-            leave_out_doctor(error)
-            raised.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        record, steps = recorder.record, len(recorder.record.of("step"))
-        if can_compare and raised is None and record.scales_the_loss and steps:
-            seconds = min(time.monotonic() - started, 60 * minutes) + _SECONDS_MORE
-            record.at_two_scales = runs.compare(steps, seconds)
+        with end.time_limit(60 * minutes):
+            raised = _watch(path, recorder, findings, end)
+        seconds = time.monotonic() - started + _SECONDS_MORE
+        steps = len(record.of("step"))
+        if is_alone and raised is None and record.scales_the_loss and steps:
+            record.at_two_scales = again.compare(steps, seconds)
             vars(findings).update(vars(judge_record(record)))
     if not in_place:
         is_refused = "Permission denied" in str(raised)
         findings.notes += [WRITTEN] * scratch.is_used + [REFUSED] * is_refused
     is_unsaved = findings.trained and findings.amp and not end.has_saved()
-    findings.notes += [NOT_SAVED] * is_unsaved + [TOO_SHORT] * end.is_late + [ONE_RUN]
+    is_one_scale = record.scales_the_loss and record.at_two_scales is None
+    findings.notes += [NOT_COMPARED] * is_one_scale + [NOT_SAVED] * is_unsaved
+    findings.notes += [TOO_SHORT] * end.is_late + [ONE_RUN]
     return findings, raised
+
+
+def _watch(
+    path: str, recorder: Recorder, findings: CheckFindings, end: _ScriptEnd
+) -> BaseException | None:
+    """Run a script while it is watched; return the error that it raised."""
+    try:
+        with watched(recorder, findings):
+            _run(path, end)
+    except BaseException as error:
+        leave_out_doctor(error)
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        return error
+    return None
 
 
 def _run_in_scratch(path: str, arguments: Sequence[str]) -> None:
@@ -285,8 +300,9 @@ def announced(file: str, minutes: float, *, in_place: bool) -> str:
     )
     return (
         f"running {file} for {STEPS} to {MOST_STEPS} steps of each optimizer, for "
-        f"{minutes:g} minutes at most, with two overflows and moves of the loss scale. "
-        f"What it writes, renames and removes changes {changes}"
+        f"{minutes:g} minutes at most, with two overflows and moves of the loss scale, "
+        "and then as often in float32, at two loss scales. What it writes, renames and "
+        f"removes changes {changes}"
     )
 
 

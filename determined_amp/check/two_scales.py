@@ -66,7 +66,8 @@ class Point:
 
     def is_near(self, other: Point) -> bool:
         """Whether a point of another training differs by no more than rounding."""
-        if replace(self, values=()) != replace(other, values=()):
+        same_place = replace(self, values=()) == replace(other, values=())
+        if not same_place or len(self.values) != len(other.values):
             return False
         for mine, others in zip(self.values, other.values, strict=True):
             allowed = _ROUNDING[self.what] * mine[0]
@@ -175,7 +176,8 @@ def _traced(
                 return trace
         return ()
     finally:
-        with suppress(ProcessLookupError):  # its loaders end, too
+        process.kill()
+        with suppress(ProcessLookupError):  # its group has its loaders
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
 

@@ -1,0 +1,108 @@
+"""`check.two_scales`: a correct script trains alike at any loss scale."""
+
+import contextlib
+from functools import partial
+
+import pytest
+
+from determined_amp.check.two_scales import Comparison, WaitingRuns
+from tests.right_scripts import PRELUDE
+
+# A loop; a script puts its own lines behind its backward, its step and its update.
+LOOP = """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+kept = {{}}
+average = {{p: torch.zeros_like(p) for p in model.parameters()}}
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+        loss = loss + sum((a * p ** 2).sum() for p, a in average.items())
+    scaler.scale(loss).backward()
+    {behind_backward}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+PARAMETERS = "    for p in model.parameters():\n        "
+
+RIGHT_LINES = {
+    "nothing": "pass",
+    "unscaled before the average": "scaler.unscale_(optimizer)\n"
+    f"{PARAMETERS}average[p].lerp_(p.grad.abs(), 0.1)",
+    "average of divided gradients": "scale = scaler.get_scale()\n"
+    f"{PARAMETERS}average[p].lerp_(p.grad.abs() / scale, 0.1)",
+    "clips unscaled gradients": "scaler.unscale_(optimizer)\n"
+    "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+    "clips at the scaled limit": "limit = 0.1 * scaler.get_scale()\n"
+    "    nn.utils.clip_grad_norm_(model.parameters(), limit)",
+}
+WRONG_LINES = {
+    "average of scaled gradients": f"pass\n{PARAMETERS}"
+    "average[p].lerp_(p.grad.abs(), 0.1)",
+    "rate by a scaled norm": "norm = nn.utils.get_total_norm(p.grad for p in average)\n"
+    "    optimizer.param_groups[0]['lr'] = 0.1 / (1 + float(norm))",
+    "gradients kept over an update": f"pass\n{PARAMETERS}p.grad += kept.get(p, 0)\n"
+    "        kept[p] = p.grad.clone() / 2",
+    "weights moved by a scaled gradient": f"pass\n{PARAMETERS}"
+    "p.data.add_(p.grad, alpha=-1e-4)",
+}
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Compares the trainings of a script."""
+
+    def compare(script, steps=20, seconds=60.0):
+        file = tmp_path / "script.py"
+        file.write_text(PRELUDE + script)
+        program = compile(file.read_text(), str(file), "exec")
+        runs = WaitingRuns(partial(exec, program, {"__name__": "__main__"}))
+        with contextlib.closing(runs):
+            return runs.compare(steps, seconds)
+
+    return compare
+
+
+@pytest.mark.parametrize("name", RIGHT_LINES)
+def test_losses_and_weights_of_a_right_script_are_equal_at_both_scales(name, compared):
+    script = LOOP.format(behind_backward=RIGHT_LINES[name])
+    assert compared(script) == Comparison(20, None)
+
+
+@pytest.mark.parametrize("name", WRONG_LINES)
+def test_use_of_scaled_gradients_differs_between_the_scales(name, compared):
+    comparison = compared(LOOP.format(behind_backward=WRONG_LINES[name]))
+    assert comparison.first.where.file.endswith("script.py")
+    assert 0 < comparison.steps < 20
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model.half()",
+        "optimizer.param_groups[0]['lr'] = __import__('time').time_ns() % 97 / 1e3",
+        "raise ValueError('the script ends')",
+    ],
+    ids=["16-bit weights", "other numbers each time", "error"],
+)
+def test_script_that_cannot_be_compared_is_not_judged(line, compared):
+    wrong = WRONG_LINES["average of scaled gradients"]
+    assert compared(LOOP.format(behind_backward=f"{wrong}\n    {line}")) is None
+
+
+def test_trainings_are_killed_when_their_owner_ends(tmp_path):
+    marks = tmp_path / "ended"
+    script = f"import time; time.sleep(60); open({str(marks)!r}, 'w')"
+    runs = WaitingRuns(partial(exec, script))
+    runs._here.send((1, 60.0))
+    runs.close()
+    assert not runs._process.is_alive()
+    assert not marks.exists()
+
+
+def test_training_that_takes_too_long_counts_as_far_as_it_came(compared):
+    alarm = "import signal\n    if len(kept) == 5:\n        "
+    alarm += "signal.raise_signal(signal.SIGALRM)\n    kept[len(kept)] = 0"
+    assert compared(LOOP.format(behind_backward=alarm)) == Comparison(5, None)
