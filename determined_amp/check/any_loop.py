@@ -28,7 +28,7 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
-from determined_amp.check.two_scales import WaitingRuns
+from determined_amp.check.two_scales import NOT_COMPARED, WaitingRuns
 
 # The most steps that a script makes until it saves its first checkpoint.
 MOST_STEPS = 5 * STEPS
@@ -51,11 +51,6 @@ REFUSED = (
 NOT_SAVED = (
     "torch.save was given the state of no optimizer in these steps, so no checkpoint "
     "was judged"
-)
-NOT_COMPARED = (
-    "two loss scales were not compared in float32: that needs a script that runs alone "
-    "and not in place, ends without an error, gives equal numbers for equal seeds, and "
-    "has no 16-bit tensors but those of autocast"
 )
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"

@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from determined import core, pytorch, util
@@ -38,6 +38,7 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in
+from determined_amp.check.two_scales import NOT_COMPARED, Comparison, WaitingRuns
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
@@ -52,8 +53,9 @@ from determined_amp.trial.determined_private import (
 from determined_amp.trial.random_state import random_state, restore_random_state
 from determined_amp.trial.unmodified import trial_of
 
-# The most runs: one, one without overflows, and its resume.
-RUNS = 3
+# The most runs: one, one without overflows, its resume, and one that compares two
+# loss scales.
+RUNS = 4
 
 ASK_FOR_AMP = (
     "--precision amp_fp16, or hyperparameters.amp.precision: amp_fp16 in the YAML, "
@@ -72,6 +74,8 @@ _STEPS_BEFORE_SAVE, _RESUMED_STEPS = 10, 2
 _TRAINING_SECONDS, PATIENCE = 60.0, 300
 # Seconds that its process has to send the record and to end.
 _PARTING_SECONDS = 30
+
+T = TypeVar("T")
 
 _ENTERED = ExitStack()  # contexts that the process of a run stays in
 
@@ -96,7 +100,8 @@ def examine(
     Args:
         experiment: The experiment.
         notify: Called with a sentence before each run.
-        run: Runs a probe; by default in a fresh process.
+        run: Runs a probe; by default in a fresh process, and two loss scales are
+            compared in another.
 
     Raises:
         UserError: if the configuration is wrong, or the trial cannot be made or run
@@ -104,8 +109,14 @@ def examine(
     """
     with TemporaryDirectory() as folder:
         probe = Probe(experiment, Path(folder))
-        record, resumed = _runs(probe, run or run_afresh, notify)
+        record, resumed = _runs(probe, run or _run_afresh, notify)
+        if record.scales_the_loss and not record.error and run is None:
+            notify("twice in float32, at two loss scales")
+            steps = len(record.of("step"))
+            record.at_two_scales = _afresh(_compared, probe, steps)
     findings = judge_record(record, resumed)
+    if record.scales_the_loss and record.at_two_scales is None:
+        findings.notes.append(NOT_COMPARED)
     if findings.trained and not (findings.amp or record.scalers):
         findings.notes.append(ASK_FOR_AMP)
     return findings
@@ -128,19 +139,28 @@ def _runs(
     return record, run(replace(probe, resumes=True))
 
 
-def run_afresh(probe: Probe) -> Record:
-    """Run a probe in a process of its own, whose output is dropped.
+def _run_afresh(probe: Probe) -> Record:
+    """Run a probe in a process of its own.
+
+    Raises:
+        UserError: if the trial cannot be run.
+    """
+    return _afresh(_run, probe)
+
+
+def _afresh(job: Callable[..., T], probe: Probe, *others: Any) -> T:
+    """Call a function in a process of its own, whose output is dropped.
 
     What the trial writes goes to the folder of the probe.
 
     Raises:
-        UserError: if the trial cannot be run.
+        UserError: if the process died.
     """
     processes = multiprocessing.get_context("forkserver")
     entered = os.getcwd(), str(probe.folder)
     with ProcessPoolExecutor(1, processes, _enter, entered) as pool:
         try:
-            return pool.submit(_run, probe).result()
+            return pool.submit(job, probe, *others).result()
         except BrokenProcessPool:
             raise UserError(
                 f"a run of the trial died, or took more than {PATIENCE} s; give it "
@@ -174,6 +194,20 @@ def _run(probe: Probe) -> Record:
         raise UserError(f"a run of the trial failed: {said}") from None
     finally:
         signal.alarm(_PARTING_SECONDS)  # a thread of the trial may never end
+
+
+def _compared(probe: Probe, steps: int) -> Comparison | None:
+    """Compare trainings of a probe in float32 at two loss scales."""
+    with closing(WaitingRuns(partial(_train_again, probe))) as again:
+        return again.compare(steps, _TRAINING_SECONDS)
+
+
+def _train_again(probe: Probe) -> None:
+    """Train without a recorder that watches, and with a folder of its own."""
+    with TemporaryDirectory(dir=probe.folder) as folder:
+        again = replace(probe, folder=Path(folder))
+        with _core_context(again.folder) as core_context:
+            _train(again, Recorder(()), core_context)
 
 
 def run_here(probe: Probe) -> Record:
