@@ -922,7 +922,6 @@ class TwoScalers(Trainer):
             scaler.update()
             optimizer.zero_grad()
 
-
     def state(self):
         scalers = [scaler.state_dict() for scaler in self.scalers]
         return {**super().state(), "scaler": scalers}

@@ -1,6 +1,7 @@
 """`check.two_scales`: a correct script trains alike at any loss scale."""
 
 import contextlib
+import os
 from functools import partial
 
 import pytest
@@ -79,27 +80,50 @@ def test_use_of_scaled_gradients_differs_between_the_scales(name, compared):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "reason"),
     [
-        "model.half()",
-        "optimizer.param_groups[0]['lr'] = __import__('time').time_ns() % 97 / 1e3",
-        "raise ValueError('the script ends')",
+        ("inputs.half()", "16-bit tensors"),
+        (
+            "optimizer.param_groups[0]['lr'] = __import__('time').time_ns() % 97 / 1e3",
+            "equal seeds gave other numbers",
+        ),
+        ("raise ValueError('no more')", "it raises ValueError in float32: no more"),
+        ("raise SystemExit('gone')", "it exits with gone"),
+        ("__import__('os')._exit(3)", "a training died"),
     ],
-    ids=["16-bit weights", "other numbers each time", "error"],
+    ids=["16-bit weights", "other numbers each time", "error", "exit", "death"],
 )
-def test_script_that_cannot_be_compared_is_not_judged(line, compared):
+def test_script_that_cannot_be_compared_is_not_judged(line, reason, compared):
     wrong = WRONG_LINES["average of scaled gradients"]
-    assert compared(LOOP.format(behind_backward=f"{wrong}\n    {line}")) is None
+    comparison = compared(LOOP.format(behind_backward=f"{wrong}\n    {line}"))
+    assert comparison.first is None
+    assert reason in comparison.reason
 
 
-def test_trainings_are_killed_when_their_owner_ends(tmp_path):
-    marks = tmp_path / "ended"
-    script = f"import time; time.sleep(60); open({str(marks)!r}, 'w')"
-    runs = WaitingRuns(partial(exec, script))
-    runs._here.send((1, 60.0))
+def test_loop_of_the_library_is_compared(compared):
+    script = """\
+from determined_amp import AmpLoop, AmpSettings
+amp = AmpLoop(AmpSettings("amp_fp16"), "cpu")
+model = amp.prepare(net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in loader():
+    with amp.autocast():
+        loss = F.cross_entropy(model(inputs), targets)
+    amp.scaler.scale(loss).backward()
+    amp.scaler.step(optimizer)
+    optimizer.zero_grad()
+    amp.update(loss)
+"""
+    assert compared(script) == Comparison(20, None)
+
+
+def test_process_that_waits_ends_although_a_loader_holds_its_connection():
+    runs = WaitingRuns(lambda: None)
+    held = runs._here.fileno()
+    kept = os.dup(held)
     runs.close()
+    os.close(kept)
     assert not runs._process.is_alive()
-    assert not marks.exists()
 
 
 def test_training_that_takes_too_long_counts_as_far_as_it_came(compared):

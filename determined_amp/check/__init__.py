@@ -24,10 +24,11 @@ and the judge turns what they report into findings. Read the modules in this ord
 11. rules.py: rules about known mistakes and their lines.
 12. judge.py: asks all rules and merges what they report.
 13. advice.py: adapts the lines to write to the user's script.
-14. any_loop.py: examines a loop or a script.
-15. doctor.py: examines a trial, in Determined's loop.
-16. scratch.py: redirects what a script or trial writes to a scratch folder.
-17. confinement.py: refuses writes that cannot be redirected.
+14. two_scales.py: trains again in float32, at two loss scales that must not matter.
+15. any_loop.py: examines a loop or a script.
+16. doctor.py: examines a trial, in Determined's loop.
+17. scratch.py: redirects what a script or trial writes to a scratch folder.
+18. confinement.py: refuses writes that cannot be redirected.
 
 To find out where a finding comes from, look at its row, which names its rules. A rule
 reads the events of the record. With `findings` as above, this prints all events:

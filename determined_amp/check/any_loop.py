@@ -28,7 +28,7 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
-from determined_amp.check.two_scales import NOT_COMPARED, WaitingRuns
+from determined_amp.check.two_scales import Comparison, WaitingRuns
 
 # The most steps that a script makes until it saves its first checkpoint.
 MOST_STEPS = 5 * STEPS
@@ -52,6 +52,8 @@ NOT_SAVED = (
     "torch.save was given the state of no optimizer in these steps, so no checkpoint "
     "was judged"
 )
+_NEEDS = "that needs a script that runs alone, not in place, and ends without an error"
+NOT_ALONE = Comparison(0, None, _NEEDS)
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"
 )
@@ -232,16 +234,17 @@ def examine_script(
             raised = _watch(path, recorder, findings, end)
         seconds = time.monotonic() - started + _SECONDS_MORE
         steps = len(record.of("step"))
-        if is_alone and raised is None and record.scales_the_loss and steps:
-            record.at_two_scales = again.compare(steps, seconds)
+        if record.scales_the_loss:
+            can_compare = is_alone and raised is None and steps > 0
+            record.at_two_scales = (
+                again.compare(steps, seconds) if can_compare else NOT_ALONE
+            )
             vars(findings).update(vars(judge_record(record)))
     if not in_place:
         is_refused = "Permission denied" in str(raised)
         findings.notes += [WRITTEN] * scratch.is_used + [REFUSED] * is_refused
     is_unsaved = findings.trained and findings.amp and not end.has_saved()
-    is_one_scale = record.scales_the_loss and record.at_two_scales is None
-    findings.notes += [NOT_COMPARED] * is_one_scale + [NOT_SAVED] * is_unsaved
-    findings.notes += [TOO_SHORT] * end.is_late + [ONE_RUN]
+    findings.notes += [NOT_SAVED] * is_unsaved + [TOO_SHORT] * end.is_late + [ONE_RUN]
     return findings, raised
 
 

@@ -38,7 +38,7 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in
-from determined_amp.check.two_scales import NOT_COMPARED, Comparison, WaitingRuns
+from determined_amp.check.two_scales import Comparison, WaitingRuns
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
@@ -115,8 +115,6 @@ def examine(
             steps = len(record.of("step"))
             record.at_two_scales = _afresh(_compared, probe, steps)
     findings = judge_record(record, resumed)
-    if record.scales_the_loss and record.at_two_scales is None:
-        findings.notes.append(NOT_COMPARED)
     if findings.trained and not (findings.amp or record.scalers):
         findings.notes.append(ASK_FOR_AMP)
     return findings
@@ -196,7 +194,7 @@ def _run(probe: Probe) -> Record:
         signal.alarm(_PARTING_SECONDS)  # a thread of the trial may never end
 
 
-def _compared(probe: Probe, steps: int) -> Comparison | None:
+def _compared(probe: Probe, steps: int) -> Comparison:
     """Compare trainings of a probe in float32 at two loss scales."""
     with closing(WaitingRuns(partial(_train_again, probe))) as again:
         return again.compare(steps, _TRAINING_SECONDS)

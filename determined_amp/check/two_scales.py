@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from determined_amp.amp.errors import one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.regions import float16_as
 from determined_amp.amp.tensors import SIXTEEN_BITS, tensors_of
@@ -41,12 +43,6 @@ from determined_amp.check.stand_in import StandIn
 _FIXED = {"scale": 1.0, "growth_interval": 2**31 - 1}
 _GROWING = {"scale": 256.0, "growth_interval": 3}
 
-NOT_COMPARED = (
-    "two loss scales were not compared in float32: that needs a training that runs "
-    "alone, and a script not in place; it ends without an error, gives equal numbers "
-    "for equal seeds, and has no 16-bit tensors but those of autocast"
-)
-
 # What is compared, and the largest relative difference that rounding explains. A small
 # loss is a difference of larger numbers, so its digits are fewer.
 LOSSES, WEIGHTS = "the losses", "the weights"
@@ -56,13 +52,15 @@ _ROUNDING = {LOSSES: 1e-3, WEIGHTS: 1e-5}
 _GRACE = 5.0
 
 State = dict[str, float]
+# The readings of a training, and why they do not count; empty if they do.
+Trace = tuple[Sequence["Reading"], str]
 
 _fork = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
-class Point:
-    """A number that a training came to; two trainings are compared by them."""
+class Reading:
+    """Numbers that a training came to; two trainings are compared by them."""
 
     what: str  # the losses, before they are scaled, or the weights after a step
     where: Where | None  # the user's line
@@ -70,8 +68,8 @@ class Point:
     # For each tensor its norm, and its sum over the root of its size.
     values: tuple[tuple[float, float], ...]
 
-    def is_near(self, other: Point) -> bool:
-        """Whether a point of another training differs by no more than rounding."""
+    def is_near(self, other: Reading) -> bool:
+        """Whether that of another training differs by no more than rounding."""
         same_place = replace(self, values=()) == replace(other, values=())
         if not same_place or len(self.values) != len(other.values):
             return False
@@ -89,7 +87,8 @@ class Comparison:
     """What two trainings in float32 showed that differ only in their loss scale."""
 
     steps: int  # optimizer steps that both have made
-    first: Point | None  # the first point that differs; None if all are equal
+    first: Reading | None  # the first reading that differs; None if all are equal
+    reason: str = ""  # why they were not compared; empty if they were
 
 
 class WaitingRuns:
@@ -106,53 +105,54 @@ class WaitingRuns:
         theirs.close()
         self._process = process
 
-    def compare(self, steps: int, seconds: float) -> Comparison | None:
+    def compare(self, steps: int, seconds: float) -> Comparison:
         """Train with both scales; what the script prints is not shown.
 
         Args:
             steps: After this many optimizer steps a training ends.
             seconds: How long a training may take.
-
-        Returns:
-            None if the trainings cannot be compared: one of them failed, uses 16-bit
-            tensors without autocast, or is not the same when it is repeated.
         """
         self._here.send((steps, seconds))
         try:
-            answer: Comparison | None = self._here.recv()
+            answer: Comparison = self._here.recv()
         except EOFError:
-            return None
+            return Comparison(0, None, "the process that compares them died")
         return answer
 
     def close(self) -> None:
-        """End the process."""
-        self._here.close()
+        """End the process. Loaders of the script may still hold this connection."""
+        self._process.terminate()
         self._process.join()
+        self._here.close()
 
 
 def _serve(connection: Connection, theirs: Connection, run: Callable[[], None]) -> None:
     """Wait for a question, and answer it; end when the asking process has ended."""
     theirs.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with suppress(EOFError):
         steps, seconds = connection.recv()
         trace = partial(_traced, connection, run, steps, seconds)
         connection.send(_compared(trace))
 
 
-def _compared(trace: Callable[[State], Sequence[Point]]) -> Comparison | None:
-    """Compare trainings by their traces, which are empty if they do not count."""
-    grown, fixed = trace(_GROWING), trace(_FIXED)
+def _compared(trace: Callable[[State], Trace]) -> Comparison:
+    """Compare two trainings by their traces."""
+    grown, reason = trace(_GROWING)
+    fixed, other_reason = trace(_FIXED)
+    if reason or other_reason:
+        return Comparison(0, None, reason or other_reason)
     pairs = list(zip(grown, fixed, strict=False))
-    if not pairs:
-        return None
     other = next((at for at, (a, b) in enumerate(pairs) if not a.is_near(b)), None)
     if other is None:
-        return Comparison(pairs[-1][0].step, None)
-    seen = other + 1
+        steps = pairs[-1][0].step if pairs else 0
+        return Comparison(steps, None, "" if steps else "it made no step in time")
+    again, _ = trace(_GROWING)
     # Otherwise the script is random, or another program has a part in it.
-    is_the_same = repr(trace(_GROWING)[:seen]) == repr(grown[:seen])
-    return Comparison(grown[other].step, grown[other]) if is_the_same else None
+    if repr(again[: other + 1]) != repr(grown[: other + 1]):
+        return Comparison(0, None, "equal seeds gave other numbers")
+    return Comparison(grown[other].step, grown[other])
 
 
 def _traced(
@@ -161,7 +161,7 @@ def _traced(
     steps: int,
     seconds: float,
     scale: State,
-) -> Sequence[Point]:
+) -> Trace:
     """Train in a fork, and return its trace.
 
     Raises:
@@ -172,19 +172,20 @@ def _traced(
     process = _fork.Process(target=_train, args=(tracer, run, seconds))
     process.start()
     theirs.close()
+    assert process.pid is not None
     try:
         ready = wait([connection, owner], seconds + _GRACE)
         if owner in ready:
             raise EOFError
         with suppress(EOFError):
             if ready:
-                trace: Sequence[Point] = connection.recv()
+                trace: Trace = connection.recv()
                 return trace
-        return ()
+        return (), "a training died, or did not end in time"
     finally:
         process.kill()
         with suppress(ProcessLookupError):  # its group has its loaders
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
 
 
@@ -194,6 +195,7 @@ def _train(tracer: _Tracer, run: Callable[[], None], seconds: float) -> None:
     hidden = os.open(os.devnull, os.O_RDWR)
     for shown in range(3):
         os.dup2(hidden, shown)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, tracer.end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     random.seed(0)
@@ -203,9 +205,12 @@ def _train(tracer: _Tracer, run: Callable[[], None], seconds: float) -> None:
         with tracer.watching():
             run()
     except SystemExit as left:
-        tracer.counts = tracer.counts and left.code in (None, 0)
-    except BaseException:
-        tracer.counts = False
+        if left.code not in (None, 0):
+            tracer.reason = f"it exits with {left.code} in float32"
+    except BaseException as error:
+        tracer.reason = (
+            f"it raises {type(error).__name__} in float32: {one_line(error)}"
+        )
     tracer.end()
 
 
@@ -218,16 +223,16 @@ class _Tracer:
         steps: The number of steps after which the training ends.
 
     Attributes:
-        counts: Whether the trace counts.
+        reason: Why the trace does not count; empty if it does.
     """
 
     def __init__(self, connection: Connection, scale: State, steps: int) -> None:
-        self.counts = True
+        self.reason = ""
         self._connection = connection
         self._scale = scale
         self._steps_left = steps
         self._steps = 0
-        self._points: list[Point] = []
+        self._readings: list[Reading] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -249,13 +254,14 @@ class _Tracer:
 
     def end(self, *_: object) -> None:
         """Send the trace, and end the process at once, whatever the script does."""
-        self._connection.send(self._points if self.counts else [])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._connection.send((self._readings, self.reason))
         os._exit(0)
 
     def _see(self, name: str, arguments: Any, result: Any) -> None:
         """Look for numbers that float32 does not hold exactly at every scale."""
         if any(tensor.dtype in SIXTEEN_BITS for tensor in tensors_of(result)):
-            self.counts = False
+            self.reason = "it has 16-bit tensors that autocast did not make"
 
     def _making(self, own: Callable[..., None]) -> Callable[..., None]:
         def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -290,8 +296,8 @@ class _Tracer:
     def _note(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), torch.DisableTorchFunction():
             values = [_norm_and_sum(each.detach().double()) for each in tensors]
-        point = Point(what, users_line(), self._steps, tuple(values))
-        self._points.append(point)
+        reading = Reading(what, users_line(), self._steps, tuple(values))
+        self._readings.append(reading)
 
 
 def _norm_and_sum(tensor: torch.Tensor) -> tuple[float, float]:
