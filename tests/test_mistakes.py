@@ -589,6 +589,19 @@ def test_mistake_in_a_loop_is_one_sentence(mistake, precision):
         mistake(OwnLoop(precision))
 
 
+BEFORE_ANY_BACKWARD = {
+    "step": lambda loop: loop.amp.scaler.step(loop.optimizer),
+    "unscale": lambda loop: loop.amp.scaler.unscale_(loop.optimizer),
+    "clip": lambda loop: loop.amp.clip_gradients(loop.optimizer, 1.0),
+}
+
+
+@pytest.mark.parametrize("call", BEFORE_ANY_BACKWARD)
+def test_call_before_any_loss_was_scaled_is_one_sentence(call):
+    with pytest.raises(ConfigError, match=r"it does not scale the loss; .*backward"):
+        BEFORE_ANY_BACKWARD[call](OwnLoop("amp_fp16"))
+
+
 def rehearses(loop):
     with loop.amp.without_steps():
         steps_twice(loop)

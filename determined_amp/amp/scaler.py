@@ -124,6 +124,8 @@ class LossScaler(torch.amp.GradScaler):
         """Call `GradScaler.unscale_`. It must precede any read or clip of gradients."""
         self.windows[optimizer].move("unscale")
         if self._scales:
+            if scale_in(self) is None:
+                raise self.windows.words.error_of(Mistake.SCALES_NO_LOSS)
             super().unscale_(optimizer)
             if not states_of_steps(self)[id(optimizer)]["found_inf_per_device"]:
                 self._note_nothing(optimizer)
@@ -145,6 +147,8 @@ class LossScaler(torch.amp.GradScaler):
         elif self._scales:
             # A step without gradients changes nothing in float32. Here torch would
             # raise an error, so we record that there is no overflow.
+            if scale_in(self) is None:
+                raise self.windows.words.error_of(Mistake.SCALES_NO_LOSS)
             self._note_nothing(optimizer)
         outer, RUNNING.window = RUNNING.window, window
         RUNNING.in_threads.append(window)
