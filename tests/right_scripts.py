@@ -2775,4 +2775,27 @@ with autocast("cuda", dtype=torch.float16):
             scaler.update()
             optimizer.zero_grad()
 """,
+    "resumes_with_a_new_scaler_in_the_same_script": """\
+kept = io.BytesIO()
+for part in range(2):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cuda")
+    if part:
+        kept.seek(0)
+        saved = torch.load(kept, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scaler.load_state_dict(saved["scaler"])
+    for inputs, targets in loader():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    kept.seek(0)
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    torch.save({name: each.state_dict() for name, each in state.items()}, kept)
+""",
 }

@@ -12,13 +12,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import median
 from typing import Any
 
 from determined_amp.check.advice import FAR
 from determined_amp.check.finding import ROWS, Found, Seen, Where
-from determined_amp.check.record import Event, Record, StepWindow
+from determined_amp.check.record import Event, Record, Scaler, StepWindow
 from determined_amp.check.step_gradients import SCALED
 from determined_amp.experiment.failures import name_in_16_bits
 
@@ -372,12 +372,24 @@ def saves_no_scale(record: Record) -> Found:
 
 
 def saves_too_few_scales(record: Record) -> Found:
-    """A loop of the user's own saves the states of some of its scalers only."""
-    saves = [] if record.determined else record.of("save", optimizer=True)
-    saved = sum({save.where: save.scalers for save in saves}.values())
-    used = [scaler for scaler in record.scalers if scaler.enabled and scaler.used]
-    if 0 < saved < len(used):
-        yield Seen(saves, saved=saved, used=used, holds=False)
+    """A loop of the user's own saves the states of some of its scalers only.
+
+    Saves without a step between them belong together.
+    """
+    if record.determined:
+        return
+    events = [each for each in record.events if each.kind in ("step", "save")]
+    used, saves = set[Scaler](), list[Event]()
+    for event, following in zip_longest(events, events[1:]):
+        if event.kind == "step":
+            used |= {event.scaler} if event.scaler else set()
+            continue
+        saves += [event] * event.optimizer
+        if following is None or following.kind == "step":
+            saved = sum(save.scalers for save in saves)
+            if 0 < saved < len(used):
+                yield Seen(saves, saved=saved, used=len(used), holds=False)
+            used, saves = set(), []
 
 
 # A resume. Each rule compares the run that saved the checkpoint with the resumed one.
