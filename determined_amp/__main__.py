@@ -39,6 +39,9 @@ COMMANDS = {
     "report": report,
 }
 
+# The commands that a task cannot run: they read a YAML, which no entrypoint names.
+_NOT_IN_A_TASK = ("audit", "search")
+
 # Packages that we need and an installation or an image may lack: their module, and
 # their name for pip.
 _PACKAGES = {
@@ -136,6 +139,8 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
+        if is_task() and name in _NOT_IN_A_TASK:
+            continue
         description = f"{command.TEXT[0].upper()}{command.TEXT[1:]}."
         added = commands.add_parser(name, help=command.TEXT, description=description)
         added.set_defaults(run=command.run, parser=added)

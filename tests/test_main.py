@@ -81,7 +81,7 @@ def test_user_error_is_one_message_and_status_2(
     monkeypatch.setattr(door, "_status", Mock(side_effect=UserError(text)))
     if task is not None:
         monkeypatch.setenv("DET_TASK_TYPE", task)
-    assert door.main(["audit", "--trial=a:B", *["a.yaml"] * (task is None)]) == 2
+    assert door.main(["train", "--trial=a:B", *["a.yaml"] * (task is None)]) == 2
     assert capsys.readouterr().err == message
 
 
@@ -124,6 +124,8 @@ def test_package_that_is_missing_is_named_with_the_remedy(monkeypatch, capsys):
     ("entrypoint", "reason"),
     [
         ("trian", "invalid choice: 'trian' (choose from "),
+        ("search", "invalid choice: 'search' (choose from "),
+        ("audit --trial trials.mlp:MLPTrial", "invalid choice: 'audit' (choose from "),
         ("train --tral x:Y", "unrecognized arguments: --tral x:Y"),
         ("find --batches 0", "--batches: got 0; allowed: an integer >= 1"),
         ("train --trial trials.mlp:MLPTrail", "did you mean MLPTrial?"),
