@@ -242,6 +242,18 @@ def test_configuration_of_an_experiment_and_of_its_variant_reads_as_the_same(for
     assert made.config["hyperparameters"] == given["hyperparameters"]
 
 
+@pytest.mark.parametrize("runs", ["train", "train --trial trials.mlp:MLPTrial"])
+def test_trial_of_the_option_is_that_of_the_configuration_read_again(runs):
+    path = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
+    entrypoint = f"python3 -m determined_amp {runs}"
+    given = {**experiment.read_yaml(path), "entrypoint": entrypoint}
+    option = "trials.resnet50:ResNet50Trial"
+    made = experiment.experiment_in(given, "x", trial=option)
+    again = experiment.experiment_in(made.config, "x")
+    assert again.trial == made.trial == option
+    assert again.config == made.config
+
+
 @pytest.mark.parametrize(
     "program",
     [

@@ -40,7 +40,7 @@ from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import Task, is_class
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
-from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.overrides import with_overrides, with_trial
 from determined_amp.experiment.training import (
     DETERMINEDS_KEYS,
     WITHOUT_EFFECT,
@@ -503,11 +503,12 @@ def _of_trial(config: Config, values: Config, trial: str, seed: int) -> Config:
     own = {name: value for name, value in values.items() if name != TRIAL_SEED}
     seeds = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
     made = {**config, "hyperparameters": own, "reproducibility": seeds}
-    if isinstance(own.get("trial"), str):
-        own["trial"] = trial
-    else:
-        made["entrypoint"] = trial
-    return made
+    if not isinstance(own.get("trial"), str):
+        return {**made, "entrypoint": trial}
+    own["trial"] = trial
+    # The `--trial` of an entrypoint comes before `hyperparameters.trial`.
+    is_other = Task.of(config.get("entrypoint"), []).trial not in (None, trial)
+    return with_trial(made, trial) if is_other else made
 
 
 def with_power_of_two(values: Config, search: Config) -> Config:
