@@ -31,7 +31,7 @@ from determined_amp.compare.plan import ComparisonPlan
 from determined_amp.compare.runs import ComparisonEnd, search_over
 from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.experiment import experiment_in, parse
-from determined_amp.experiment.overrides import in_precision
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import Length
 from determined_amp.finder.scale_finding import Verdict
 from determined_amp.report.answer import answer_of
@@ -413,7 +413,11 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("config", [OURS, THEIRS], ids=["ours", "Determined's"])
+@pytest.mark.parametrize(
+    "config",
+    [OURS, THEIRS, with_overrides(THEIRS, ["hyperparameters.trial=3"])],
+    ids=["ours", "Determined's", "Determined's, with a hyperparameter named trial"],
+)
 def test_periods_of_the_user_give_way_to_those_of_the_plan(config):
     in_fp32 = experiment_in(in_precision(config, "fp32"), "x")
     made = search_over(in_fp32, [Precision.FP32], ComparisonPlan(800, 100, 1))

@@ -105,7 +105,7 @@ def search_over(
     own = config["hyperparameters"]
     own["amp"]["precision"] = {"type": "categorical", "vals": names}
     own[TRIAL_SEED] = {"type": "categorical", "vals": seeds}
-    if "trial" in own:
+    if own.get("trial") == experiment.trial:  # the entrypoint may be another command
         config["entrypoint"] = "python3 -m determined_amp train"
     ranks = experiment.platform.searcher
     config["searcher"] = {
