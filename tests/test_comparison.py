@@ -157,6 +157,16 @@ def test_report_on_equal_runs_mentions_no_fault():
     assert said.count("audit: ") == 1
 
 
+@pytest.mark.parametrize("size", [{}, {"global_batch_size": None}])
+def test_report_on_runs_without_a_batch_size_says_that_it_is_unknown(size):
+    own = {**size, "training": {"max_length": {"batches": 100}}}
+    runs = (
+        run(name, settings={"hyperparameters": {**own, "amp": {"precision": name}}})
+        for name in ("fp32", "amp_fp16")
+    )
+    assert "100 batches of unknown size, 2026-" in text_of(comparison_of(*runs))
+
+
 def test_margin_of_the_user_decides_the_verdict():
     runs = (*BASE, *seeds("amp_fp16", DOUBTFUL))
     changes = [compared(*runs, margin=margin).metric for margin in (None, 0.1)]

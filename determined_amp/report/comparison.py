@@ -84,9 +84,10 @@ class Comparison:
         device = f"{self.machine.device}, torch {self.machine.torch}"
         batches = max(run.training.batches for run in self.runs)
         date = max(run.date or "date unknown" for run in self.runs)
+        size = self.settings.get(BATCH_SIZE) or "unknown size"
         seeds = dict.fromkeys(str(run.seed) for run in self.completed)
         return (
-            f"{device}, {batches} batches of {self.settings[BATCH_SIZE]}, {date[:10]}, "
+            f"{device}, {batches} batches of {size}, {date[:10]}, "
             f"seeds {', '.join(seeds)}"
         )
 
