@@ -62,9 +62,10 @@ logger = logging.getLogger(__name__)
 class LocalRun(LocalTrainContext):
     """Records a run in its folder and shows it on the terminal.
 
-    Only the chief has it; the other ranks get a plain `core.DummyTrainContext`. A
-    resume changes nothing in the folder before its training starts, so a refused
-    resume leaves the run as it was.
+    Only the chief has it; the other ranks get a plain `core.DummyTrainContext`. Until
+    its training starts, a resume changes only the log and the lock in the folder, and
+    removes what a killed process left of a checkpoint that it had not finished. So a
+    refused resume leaves the run as it was.
 
     Args:
         experiment: The experiment that the run trains.
