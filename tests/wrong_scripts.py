@@ -2591,4 +2591,30 @@ for _ in range(2):
     best = loss
 """,
     ),
+    "resumes_without_the_scale": Mistake(
+        "suspicion",
+        "scaler_not_loaded",
+        """\
+kept = io.BytesIO()
+for part in range(2):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cuda")
+    if part:
+        kept.seek(0)
+        saved = torch.load(kept, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])  # HERE
+    for inputs, targets in loader():
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    kept.seek(0)
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    torch.save({name: each.state_dict() for name, each in state.items()}, kept)
+""",
+    ),
 }

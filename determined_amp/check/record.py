@@ -96,6 +96,10 @@ class Event(SimpleNamespace):
     `save`
         A call of `torch.save`: `optimizer` and `scale`, whether it saves the state of
         an optimizer, and a loss scale; `scalers`, how many scalers' states it saves.
+    `load`
+        A call of `torch.load`: `scalers`, how many scalers' states it returns.
+    `restore`
+        An optimizer or, if `scaler` is true, a scaler loads a state.
     """
 
 

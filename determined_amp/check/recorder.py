@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import FrameType
@@ -236,6 +236,9 @@ class Recorder:
         yield torch.autocast, "__enter__", self._autocast
         yield torch, "clear_autocast_cache", self._drop_casts
         yield torch, "save", self._save
+        yield torch, "load", self._load
+        for kind in (_SCALER, Optimizer):
+            yield kind, "load_state_dict", self._restore
 
     def _in_place_of(self, own: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         """The function that replaces another one, and calls a hook with it."""
@@ -610,11 +613,19 @@ class Recorder:
             isinstance(each, Optimizer) or each == "param_groups" for each in values
         )
         scale = any(isinstance(each, _SCALER) or each in scales for each in values)
-        # A state of a scaler has this key.
-        scalers = sum(
-            isinstance(each, _SCALER) or each == "growth_factor" for each in values
-        )
+        scalers = _scalers_in(values)
         self.record.note("save", optimizer=optimizer, scale=scale, scalers=scalers)
+        return run()
+
+    def _load(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """Note how many scalers' states `torch.load` returns."""
+        loaded = run()
+        self.record.note("load", scalers=_scalers_in([*_values_in(loaded)]))
+        return loaded
+
+    def _restore(self, run: Run, whose: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note that a scaler or an optimizer loads a state."""
+        self.record.note("restore", scaler=isinstance(whose, _SCALER))
         return run()
 
 
@@ -646,6 +657,12 @@ def _locals_of(clip: Clip) -> dict[str, Any]:
         if frame.f_code.co_name == "clip_grad_norm_" and "total_norm" in known:
             return {}
     return known
+
+
+def _scalers_in(values: Iterable[Any]) -> int:
+    """How many scalers, or states of them, are among some values."""
+    # A state of a scaler has this key.
+    return sum(isinstance(each, _SCALER) or each == "growth_factor" for each in values)
 
 
 def _values_in(content: Any) -> Iterator[Any]:

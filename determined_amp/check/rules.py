@@ -392,6 +392,15 @@ def saves_too_few_scales(record: Record) -> Found:
             used, saves = set(), []
 
 
+def loads_no_scale(record: Record) -> Found:
+    """A loop of the user's own resumes its optimizer, but not the scale."""
+    loads = [load for load in record.of("load") if load.scalers]
+    restores = record.of("restore")
+    is_left = record.determined or any(each.scaler for each in restores)
+    if loads and record.scales_the_loss and not is_left:
+        yield Seen(restores)
+
+
 # A resume. Each rule compares the run that saved the checkpoint with the resumed one.
 
 
