@@ -39,9 +39,11 @@ from determined_amp.check.record import users_line
 from determined_amp.check.stand_in import StandIn
 
 # The loss scales of the two trainings, as states of a `GradScaler`. One grows after
-# each third update, and never shrinks, so that no step looks skipped.
-_FIXED = {"scale": 1.0, "growth_interval": 2**31 - 1}
-_GROWING = {"scale": 256.0, "growth_interval": 3}
+# each update, up to `_MOST`. It never shrinks, so that no step looks skipped.
+_CONSTANT = 2**31 - 1
+_FIXED = {"scale": 1.0, "growth_interval": _CONSTANT}
+_GROWING = {"scale": 256.0, "growth_interval": 1}
+_MOST = 2.0**60
 
 # What is compared, and the largest relative difference that rounding explains. A small
 # loss is a difference of larger numbers, so its digits are fewer.
@@ -282,6 +284,8 @@ class _Tracer:
         def scale(scaler: Any, outputs: Any) -> Any:
             if isinstance(outputs, torch.Tensor):
                 self._note(LOSSES, [outputs])
+            if scaler.get_scale() >= _MOST:
+                scaler.set_growth_interval(_CONSTANT)
             return own(scaler, outputs)
 
         return scale
