@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from determined_amp.check.two_scales import Comparison, WaitingRuns
+from determined_amp.check.two_scales import ScaleComparison, WaitingRuns
 from tests.right_scripts import PRELUDE
 
 # A loop; a script puts its own lines behind its backward, its step and its update.
@@ -69,7 +69,7 @@ def compared(tmp_path):
 @pytest.mark.parametrize("name", RIGHT_LINES)
 def test_losses_and_weights_of_a_right_script_are_equal_at_both_scales(name, compared):
     script = LOOP.format(behind_backward=RIGHT_LINES[name])
-    assert compared(script) == Comparison(20, None)
+    assert compared(script) == ScaleComparison(20, None)
 
 
 @pytest.mark.parametrize("name", WRONG_LINES)
@@ -114,7 +114,7 @@ for inputs, targets in loader():
     optimizer.zero_grad()
     amp.update(loss)
 """
-    assert compared(script) == Comparison(20, None)
+    assert compared(script) == ScaleComparison(20, None)
 
 
 def test_process_that_waits_ends_although_a_loader_holds_its_connection():
@@ -129,4 +129,4 @@ def test_process_that_waits_ends_although_a_loader_holds_its_connection():
 def test_training_that_takes_too_long_counts_as_far_as_it_came(compared):
     alarm = "import signal\n    if len(kept) == 5:\n        "
     alarm += "signal.raise_signal(signal.SIGALRM)\n    kept[len(kept)] = 0"
-    assert compared(LOOP.format(behind_backward=alarm)) == Comparison(5, None)
+    assert compared(LOOP.format(behind_backward=alarm)) == ScaleComparison(5, None)

@@ -26,7 +26,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.mistakes import Mistake, Stage, Words
+from determined_amp.amp.mistakes import Mistake, Stage, Wording
 from determined_amp.amp.patched import do_nothing, patched
 from determined_amp.amp.precision import autocast, prepare_backend
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
@@ -80,7 +80,7 @@ class AmpCore:
         PrecisionError: if the device only emulates the precision.
     """
 
-    words: Words  # what error messages say
+    words: Wording  # what error messages say
 
     is_rehearsing = False
     _started = False

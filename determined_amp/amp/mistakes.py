@@ -86,7 +86,7 @@ TRANSITIONS: Mapping[Stage, Mapping[Call, Stage | Mistake]] = {
 
 
 @dataclass(frozen=True)
-class Words:
+class Wording:
     """How the errors of one kind of training speak.
 
     Args:
@@ -113,7 +113,7 @@ _TWICE = (
 _NO_SCALE = "precision amp_bf16, tf32 or fp32"
 
 # A loop of the user's own.
-IN_A_LOOP = Words(
+IN_A_LOOP = Wording(
     "the loop",
     "",
     {
@@ -128,7 +128,7 @@ IN_A_LOOP = Words(
     },
 )
 
-IN_A_TRIAL = Words(
+IN_A_TRIAL = Wording(
     "the trial",
     "train_batch: ",
     {

@@ -21,7 +21,7 @@ from determined_amp.amp.mistakes import (
     Call,
     Mistake,
     Stage,
-    Words,
+    Wording,
 )
 from determined_amp.amp.plain_data import StateDict
 from determined_amp.amp.schedules import RateSchedule
@@ -95,7 +95,7 @@ class Window:
         device: torch.device,
         *,
         scaled: bool,
-        words: Words = IN_A_LOOP,
+        words: Wording = IN_A_LOOP,
     ) -> None:
         self.optimizer = optimizer
         self.stage = Stage.SCALED
@@ -338,7 +338,7 @@ class Windows(dict[Optimizer, Window]):
         *,
         scaled: bool,
         meet: Callable[[], Callable[[Optimizer], object] | None] = lambda: None,
-        words: Words = IN_A_LOOP,
+        words: Wording = IN_A_LOOP,
     ) -> None:
         super().__init__()
         self.optimizers = optimizers

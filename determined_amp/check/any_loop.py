@@ -28,7 +28,7 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import is_doctors
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
-from determined_amp.check.two_scales import Comparison, WaitingRuns
+from determined_amp.check.two_scales import ScaleComparison, WaitingRuns
 
 # The most steps that a script makes until it saves its first checkpoint.
 MOST_STEPS = 5 * STEPS
@@ -53,7 +53,7 @@ NOT_SAVED = (
     "was judged"
 )
 _NEEDS = "that needs a script that runs alone, not in place, and ends without an error"
-NOT_ALONE = Comparison(0, None, _NEEDS)
+NOT_ALONE = ScaleComparison(0, None, _NEEDS)
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"
 )

@@ -38,7 +38,7 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in
-from determined_amp.check.two_scales import Comparison, WaitingRuns
+from determined_amp.check.two_scales import ScaleComparison, WaitingRuns
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.checkpoint import CheckpointError
@@ -194,7 +194,7 @@ def _run(probe: Probe) -> Record:
         signal.alarm(_PARTING_SECONDS)  # a thread of the trial may never end
 
 
-def _compared(probe: Probe, steps: int) -> Comparison:
+def _compared(probe: Probe, steps: int) -> ScaleComparison:
     """Compare trainings of a probe in float32 at two loss scales."""
     with closing(WaitingRuns(partial(_train_again, probe))) as again:
         return again.compare(steps, _TRAINING_SECONDS)

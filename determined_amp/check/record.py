@@ -252,7 +252,7 @@ class Record:
     error_after_overflow: bool = False  # whether it came after a forced overflow
     without_overflows: bool = False  # whether it ran without forced overflows
     saved: bool = False  # whether Determined's loop saved a checkpoint
-    # A `Comparison` of two loss scales; None if it was not asked for.
+    # A `ScaleComparison` of two loss scales; None if it was not asked for.
     at_two_scales: Any = None
 
     def note(self, kind: str, **known: Any) -> Event:

@@ -85,7 +85,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ScaleComparison:
     """What two trainings in float32 showed that differ only in their loss scale."""
 
     steps: int  # optimizer steps that both have made
@@ -107,7 +107,7 @@ class WaitingRuns:
         theirs.close()
         self._process = process
 
-    def compare(self, steps: int, seconds: float) -> Comparison:
+    def compare(self, steps: int, seconds: float) -> ScaleComparison:
         """Train with both scales; what the script prints is not shown.
 
         Args:
@@ -116,9 +116,9 @@ class WaitingRuns:
         """
         self._here.send((steps, seconds))
         try:
-            answer: Comparison = self._here.recv()
+            answer: ScaleComparison = self._here.recv()
         except EOFError:
-            return Comparison(0, None, "the process that compares them died")
+            return ScaleComparison(0, None, "the process that compares them died")
         return answer
 
     def close(self) -> None:
@@ -139,22 +139,22 @@ def _serve(connection: Connection, theirs: Connection, run: Callable[[], None]) 
         connection.send(_compared(trace))
 
 
-def _compared(trace: Callable[[State], Trace]) -> Comparison:
+def _compared(trace: Callable[[State], Trace]) -> ScaleComparison:
     """Compare two trainings by their traces."""
     grown, reason = trace(_GROWING)
     fixed, other_reason = trace(_FIXED)
     if reason or other_reason:
-        return Comparison(0, None, reason or other_reason)
+        return ScaleComparison(0, None, reason or other_reason)
     pairs = list(zip(grown, fixed, strict=False))
     other = next((at for at, (a, b) in enumerate(pairs) if not a.is_near(b)), None)
     if other is None:
         steps = pairs[-1][0].step if pairs else 0
-        return Comparison(steps, None, "" if steps else "it made no step in time")
+        return ScaleComparison(steps, None, "" if steps else "it made no step in time")
     again, _ = trace(_GROWING)
     # Otherwise the script is random, or another program has a part in it.
     if repr(again[: other + 1]) != repr(grown[: other + 1]):
-        return Comparison(0, None, "equal seeds gave other numbers")
-    return Comparison(grown[other].step, grown[other])
+        return ScaleComparison(0, None, "equal seeds gave other numbers")
+    return ScaleComparison(grown[other].step, grown[other])
 
 
 def _traced(
