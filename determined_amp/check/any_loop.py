@@ -53,7 +53,7 @@ NOT_SAVED = (
     "was judged"
 )
 _NEEDS = "that needs a script that runs alone, not in place, and ends without an error"
-NOT_ALONE = ScaleComparison(0, None, _NEEDS)
+NOT_ALONE = ScaleComparison(0, None, reason=_NEEDS)
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"
 )
@@ -218,15 +218,15 @@ def examine_script(
     Returns:
         The findings, and the error that the script itself raised.
     """
-    recorder, findings = Recorder(moves_scale=True), CheckFindings()
-    end, record = _ScriptEnd(recorder), recorder.record
-    recorder.before_backward = end.before_backward
     is_alone = not in_place and os.environ.get("WORLD_SIZE", "1") == "1"
     started = time.monotonic()
     with ExitStack() as stack:
-        if is_alone:  # it must begin before the script does
+        if is_alone:  # a recorder asks for a GPU, and no fork can use one afterwards
             again = WaitingRuns(partial(_run_in_scratch, path, arguments))
             stack.callback(again.close)
+        recorder, findings = Recorder(moves_scale=True), CheckFindings()
+        end, record = _ScriptEnd(recorder), recorder.record
+        recorder.before_backward = end.before_backward
         if not in_place:
             scratch = stack.enter_context(changing_all_in(folder_of_launch()))
         stack.enter_context(_as_started(path, arguments))

@@ -113,7 +113,10 @@ def examine(
         if record.scales_the_loss and not record.error and run is None:
             notify("twice in float32, at two loss scales")
             steps = len(record.of("step"))
-            record.at_two_scales = _afresh(_compared, probe, steps)
+            try:
+                record.at_two_scales = _afresh(_compared, probe, steps)
+            except UserError as error:
+                record.at_two_scales = ScaleComparison(0, None, reason=str(error))
     findings = judge_record(record, resumed)
     if findings.trained and not (findings.amp or record.scalers):
         findings.notes.append(ASK_FOR_AMP)

@@ -346,7 +346,12 @@ def differs_at_two_scales(record: Record) -> Found:
     compared = record.at_two_scales
     if compared is not None and compared.first is not None:
         first = compared.first
-        yield Seen([first.where], what=first.what, step=first.step)
+        yield Seen(
+            [first.where],
+            proven=compared.proven,
+            what=first.what,
+            step=first.step,
+        )
 
 
 def adds_what_does_not_follow_the_scale(record: Record) -> Found:

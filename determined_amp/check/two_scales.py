@@ -13,6 +13,7 @@ no fork works after torch has computed with several threads.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import random
@@ -38,12 +39,14 @@ from determined_amp.check.finding import Where
 from determined_amp.check.record import users_line
 from determined_amp.check.stand_in import StandIn
 
-# The loss scales of the two trainings, as states of a `GradScaler`. One grows after
-# each update, up to `_MOST`. It never shrinks, so that no step looks skipped.
-_CONSTANT = 2**31 - 1
-_FIXED = {"scale": 1.0, "growth_interval": _CONSTANT}
-_GROWING = {"scale": 256.0, "growth_interval": 1}
-_MOST = 2.0**60
+# The loss scales of the trainings, as states of a `GradScaler`. One grows after each
+# update, up to `_MOST`, beyond which squares of gradients may overflow. None shrinks,
+# so that no step looks skipped, and none is so low that it may count as a failure.
+_NEVER = 2**31 - 1
+_FIXED = {"scale": 2.0**10, "growth_interval": _NEVER}
+_HIGH = {"scale": 2.0**24, "growth_interval": _NEVER}
+_GROWING = {"scale": 2.0**11, "growth_interval": 1}
+_MOST = 2.0**32
 
 # What is compared, and the largest relative difference that rounding explains. A small
 # loss is a difference of larger numbers, so its digits are fewer.
@@ -90,6 +93,9 @@ class ScaleComparison:
 
     steps: int  # optimizer steps that both have made
     first: Reading | None  # the first reading that differs; None if all are equal
+    # Whether they also differ if both scales are constant. Otherwise a script may only
+    # take a growth of the scale for a skipped step.
+    proven: bool = False
     reason: str = ""  # why they were not compared; empty if they were
 
 
@@ -114,24 +120,28 @@ class WaitingRuns:
             steps: After this many optimizer steps a training ends.
             seconds: How long a training may take.
         """
-        self._here.send((steps, seconds))
         try:
+            self._here.send((steps, seconds))
             answer: ScaleComparison = self._here.recv()
-        except EOFError:
-            return ScaleComparison(0, None, "the process that compares them died")
+        except (EOFError, OSError):
+            return ScaleComparison(
+                0, None, reason="the process that compares them died"
+            )
         return answer
 
     def close(self) -> None:
         """End the process. Loaders of the script may still hold this connection."""
         self._process.terminate()
         self._process.join()
-        self._here.close()
+        with suppress(OSError):  # the script may have closed it
+            self._here.close()
 
 
 def _serve(connection: Connection, theirs: Connection, run: Callable[[], None]) -> None:
     """Wait for a question, and answer it; end when the asking process has ended."""
     theirs.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with suppress(EOFError):
         steps, seconds = connection.recv()
@@ -140,21 +150,29 @@ def _serve(connection: Connection, theirs: Connection, run: Callable[[], None]) 
 
 
 def _compared(trace: Callable[[State], Trace]) -> ScaleComparison:
-    """Compare two trainings by their traces."""
+    """Compare trainings by their traces."""
     grown, reason = trace(_GROWING)
     fixed, other_reason = trace(_FIXED)
     if reason or other_reason:
-        return ScaleComparison(0, None, reason or other_reason)
-    pairs = list(zip(grown, fixed, strict=False))
-    other = next((at for at, (a, b) in enumerate(pairs) if not a.is_near(b)), None)
+        return ScaleComparison(0, None, reason=reason or other_reason)
+    other = _first_difference(grown, fixed)
     if other is None:
-        steps = pairs[-1][0].step if pairs else 0
-        return ScaleComparison(steps, None, "" if steps else "it made no step in time")
-    again, _ = trace(_GROWING)
+        steps = min((each[-1].step for each in (grown, fixed) if each), default=0)
+        return ScaleComparison(steps, None, reason="" if steps else "it made no step")
     # Otherwise the script is random, or another program has a part in it.
-    if repr(again[: other + 1]) != repr(grown[: other + 1]):
-        return ScaleComparison(0, None, "equal seeds gave other numbers")
-    return ScaleComparison(grown[other].step, grown[other])
+    for scale, before in ((_FIXED, fixed), (_GROWING, grown)):
+        again, _ = trace(scale)
+        if repr(again[: other + 1]) != repr(before[: other + 1]):
+            return ScaleComparison(0, None, reason="equal seeds gave other numbers")
+    high, _ = trace(_HIGH)
+    proven = _first_difference(high, fixed) is not None
+    return ScaleComparison(grown[other].step, grown[other], proven)
+
+
+def _first_difference(one: Sequence[Reading], other: Sequence[Reading]) -> int | None:
+    """The index of the first readings that are not near; None if all are."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if not a.is_near(b)), None)
 
 
 def _traced(
@@ -194,6 +212,7 @@ def _traced(
 def _train(tracer: _Tracer, run: Callable[[], None], seconds: float) -> None:
     """Run the script with its output hidden, and send the trace."""
     os.setpgrp()
+    tracer.pid = os.getpid()
     hidden = os.open(os.devnull, os.O_RDWR)
     for shown in range(3):
         os.dup2(hidden, shown)
@@ -226,10 +245,12 @@ class _Tracer:
 
     Attributes:
         reason: Why the trace does not count; empty if it does.
+        pid: The id of the process that trains.
     """
 
     def __init__(self, connection: Connection, scale: State, steps: int) -> None:
         self.reason = ""
+        self.pid = 0  # of the training
         self._connection = connection
         self._scale = scale
         self._steps_left = steps
@@ -257,7 +278,8 @@ class _Tracer:
     def end(self, *_: object) -> None:
         """Send the trace, and end the process at once, whatever the script does."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self._connection.send((self._readings, self.reason))
+        if os.getpid() == self.pid:  # not in a fork of the script
+            self._connection.send((self._readings, self.reason))
         os._exit(0)
 
     def _see(self, name: str, arguments: Any, result: Any) -> None:
@@ -284,8 +306,11 @@ class _Tracer:
         def scale(scaler: Any, outputs: Any) -> Any:
             if isinstance(outputs, torch.Tensor):
                 self._note(LOSSES, [outputs])
-            if scaler.get_scale() >= _MOST:
-                scaler.set_growth_interval(_CONSTANT)
+            loss_scale = scaler.get_scale()
+            if loss_scale >= _MOST:
+                scaler.set_growth_interval(_NEVER)
+            if math.frexp(loss_scale)[0] not in (0.0, 0.5):
+                self.reason = "its loss scale is no power of two"
             return own(scaler, outputs)
 
         return scale
