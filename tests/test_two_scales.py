@@ -46,6 +46,9 @@ WRONG_LINES = {
     "    optimizer.param_groups[0]['lr'] = 0.1 / (1 + float(norm))",
     "gradients kept over an update": f"pass\n{PARAMETERS}p.grad += kept.get(p, 0)\n"
     "        kept[p] = p.grad.clone() / 2",
+    "rate that moves where an update leaves the scale": "if kept.get(0) == "
+    "scaler.get_scale():\n        optimizer.param_groups[0]['lr'] *= 0.5\n"
+    "    kept[0] = scaler.get_scale()",
     "weights moved by a scaled gradient": f"pass\n{PARAMETERS}"
     "p.data.add_(p.grad, alpha=-1e-4)",
 }
@@ -76,6 +79,7 @@ def test_losses_and_weights_of_a_right_script_are_equal_at_both_scales(name, com
 def test_use_of_scaled_gradients_differs_between_the_scales(name, compared):
     comparison = compared(LOOP.format(behind_backward=WRONG_LINES[name]))
     assert comparison.first.where.file.endswith("script.py")
+    assert comparison.proven is ("update" not in name)
     assert 0 < comparison.steps < 20
 
 
@@ -88,10 +92,18 @@ def test_use_of_scaled_gradients_differs_between_the_scales(name, compared):
             "equal seeds gave other numbers",
         ),
         ("raise ValueError('no more')", "it raises ValueError in float32: no more"),
+        ("scaler.update(10000.0)", "no power of two"),
         ("raise SystemExit('gone')", "it exits with gone"),
         ("__import__('os')._exit(3)", "a training died"),
     ],
-    ids=["16-bit weights", "other numbers each time", "error", "exit", "death"],
+    ids=[
+        "16-bit weights",
+        "other numbers each time",
+        "error",
+        "scale",
+        "exit",
+        "death",
+    ],
 )
 def test_script_that_cannot_be_compared_is_not_judged(line, reason, compared):
     wrong = WRONG_LINES["average of scaled gradients"]
