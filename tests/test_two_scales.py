@@ -42,8 +42,8 @@ RIGHT_LINES = {
 WRONG_LINES = {
     "average of scaled gradients": f"pass\n{PARAMETERS}"
     "average[p].lerp_(p.grad.abs(), 0.1)",
-    "rate by a scaled norm": "norm = nn.utils.get_total_norm(p.grad for p in average)\n"
-    "    optimizer.param_groups[0]['lr'] = 0.1 / (1 + float(norm))",
+    "rate by a scaled norm": "norm = torch.stack([p.grad.norm() for p in average])\n"
+    "    optimizer.param_groups[0]['lr'] = 0.1 / (1 + float(norm.sum()))",
     "gradients kept over an update": f"pass\n{PARAMETERS}p.grad += kept.get(p, 0)\n"
     "        kept[p] = p.grad.clone() / 2",
     "rate that moves where an update leaves the scale": "if kept.get(0) == "
