@@ -26,7 +26,7 @@ from determined_amp.amp.patched import patched
 from determined_amp.check.finding import CheckFindings
 from determined_amp.check.judge import judge_record
 from determined_amp.check.record import is_doctors
-from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
+from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder, eager
 from determined_amp.check.scratch import changing_all_in, folder_of_launch
 from determined_amp.check.two_scales import ScaleComparison, WaitingRuns
 
@@ -221,7 +221,11 @@ def examine_script(
     is_alone = not in_place and os.environ.get("WORLD_SIZE", "1") == "1"
     started = time.monotonic()
     with ExitStack() as stack:
-        if is_alone:  # a recorder asks for a GPU, and no fork can use one afterwards
+        if is_alone:
+            # Imports the compiler, which takes seconds, once for all forks. It and a
+            # recorder ask for a GPU; else no fork could use one afterwards.
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+            stack.enter_context(eager())
             again = WaitingRuns(partial(_run_in_scratch, path, arguments))
             stack.callback(again.close)
         recorder, findings = Recorder(moves_scale=True), CheckFindings()

@@ -182,7 +182,7 @@ class Recorder:
             stack.callback(listen_to_clips(self._clip))
             backward = partial(self._call_hook, self._backward)
             stack.enter_context(backwards_through(backward))
-            stack.enter_context(_eager())
+            stack.enter_context(eager())
             stack.callback(self._cause_search.stop_watching)
             stack.callback(self._cause_search.end_forward)
             stack.callback(self._look_at_the_end)
@@ -679,7 +679,7 @@ def _values_in(content: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Run compiled models as they are written, with all hooks."""
     with ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance"):  # not in torch 2.3
