@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader
@@ -224,7 +225,8 @@ def examine_script(
         if is_alone:
             # Imports the compiler, which takes seconds, once for all forks. It and a
             # recorder ask for a GPU; else no fork could use one afterwards.
-            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+            asks_gently = mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+            stack.enter_context(asks_gently)
             stack.enter_context(eager())
             again = WaitingRuns(partial(_run_in_scratch, path, arguments))
             stack.callback(again.close)

@@ -253,7 +253,7 @@ class _Tracer:
         self.pid = 0  # of the training
         self._connection = connection
         self._scale = scale
-        self._steps_left = steps
+        self._most_steps = steps
         self._steps = 0
         self._readings: list[Reading] = []
 
@@ -264,13 +264,13 @@ class _Tracer:
         with ExitStack() as stack:
             stack.enter_context(StandIn(self._see).standing_in())
             stack.enter_context(float16_as(torch.float32))
-            for name, replace in (
+            for name, replacing in (
                 ("__init__", self._making),
                 ("load_state_dict", self._loading),
                 ("scale", self._scaling),
             ):
-                replacement = wraps(getattr(kind, name))(replace(getattr(kind, name)))
-                stack.enter_context(patched(kind, name, replacement))
+                own = getattr(kind, name)
+                stack.enter_context(patched(kind, name, wraps(own)(replacing(own))))
             handle = register_optimizer_step_post_hook(self._after_step)
             stack.callback(handle.remove)
             yield
@@ -319,7 +319,7 @@ class _Tracer:
         self._steps += 1
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         self._note(WEIGHTS, weights)
-        if self._steps == self._steps_left:
+        if self._steps == self._most_steps:
             self.end()
 
     def _note(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
