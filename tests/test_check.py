@@ -1191,6 +1191,8 @@ class TestCommand:
         shown = capsys.readouterr()
         assert shown.out.startswith("1 fault: 20 batches, ")
         assert "2 of 2 skipped steps moved the schedule" in shown.out
+        assert "twice in float32, at two loss scales" in shown.err
+        assert "not compared" not in shown.out
         assert shown.err.startswith("at most ")
         assert [path.name for path in config.parent.iterdir()] == [config.name]
 

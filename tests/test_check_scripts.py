@@ -15,7 +15,9 @@ from determined_amp.__main__ import main
 from determined_amp.check import watching
 from determined_amp.check.any_loop import NOT_SAVED, TOO_SHORT
 from determined_amp.check.interventions import ScaleMoves
+from tests.right_scripts import PRELUDE
 from tests.test_check import Right, examined
+from tests.test_two_scales import LOOP, WRONG_LINES
 
 pytestmark = pytest.mark.usefixtures("_libraries_are_collected_once")
 
@@ -254,6 +256,21 @@ class TestScript:
         assert f": {steps} backwards, " in shown
         assert ("the scale is not in the checkpoint" in shown) is (saved < 400)
         assert (NOT_SAVED in shown) is (saved == 400)
+
+    def test_script_is_compared_at_two_loss_scales_unless_it_runs_in_place(
+        self, folder, capsys
+    ):
+        lines = WRONG_LINES["average of scaled gradients"]
+        script = PRELUDE + LOOP.format(behind_backward=lines)
+        (folder / "train.py").write_text(script)
+        assert main(["check", "train.py"]) == 1
+        told = capsys.readouterr().out
+        assert "fault: the weights depend on the loss scale" in told
+        assert "trained again in float32" in told
+        main(["check", "--in-place", "train.py"])
+        told = capsys.readouterr().out
+        assert "trained again in float32" not in told
+        assert "note: two loss scales were not compared" in told
 
     def test_script_without_amp_is_told_so_first(self, folder, capsys):
         (folder / "train.py").write_text(SAVES)

@@ -233,6 +233,16 @@ for inputs, targets in loader():
     assert fault.key == "clip_scaled"
 
 
+def test_clip_whose_limit_moves_is_not_ordered_to_its_place():
+    """The limit may be made of scaled norms, which the order would leave scaled."""
+    script = WRONG["clip_before_unscale"].script
+    fixed, moving = "(), 1.0)", "(), 1.0 + 0.1 * float(torch.rand(())))"
+    assert fixed in script
+    findings = findings_of(script.replace(fixed, moving), "moving.py")
+    (fault,) = [each for each in findings if each.key == "clip_scaled"]
+    assert not fault.orders
+
+
 def test_closure_that_divides_its_gradients_by_hand_is_no_mistake():
     divides = """\
     for p in model.parameters():
