@@ -589,7 +589,8 @@ def notes_of(amp):
     """All that windows and scaler know between a backward and the end of its step."""
     scaler, windows = amp.scaler, amp.windows.values()
     states = [str(state) for state in states_of_steps(scaler).values()]
-    notes = [scaler.has_scaled, scaler.has_stepped, scaler.state_dict()]
+    left_out = {**vars(scaler.left_out), "count": float(scaler.left_out.count.total())}
+    notes = [scaler.has_scaled, str(left_out), scaler.state_dict()]
     for window in windows:
         kept = {**vars(window), "counts": window.counts.state_dict()}
         kept["norm_sum"] = float(window.norm_sum.total())

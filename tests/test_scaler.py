@@ -164,9 +164,9 @@ class TestStep:
 def reach(made, stage):
     """Bring the optimizer there by what a training calls."""
     weight = made.backward(1.0)
-    if stage in (Stage.UNSCALED, Stage.LEFT_OUT):
+    if stage in (Stage.UNSCALED, Stage.DROPPED):
         made.scaler.unscale_(made.optimizer)
-    if stage is Stage.LEFT_OUT:
+    if stage is Stage.DROPPED:
         weight.grad = None
         made.backward(1.0)
     if stage in HAS_STEPPED:

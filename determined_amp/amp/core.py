@@ -280,9 +280,7 @@ class AmpCore:
             # add to its own tensor in place, and a CUDA graph replay overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
-            if not (self.scaler.has_stepped or again):
-                self.scaler.leave_out(loss)
-        self.scaler.has_stepped = False
+        self.scaler.left_out.end_batch(None if again else loss)
         return self.metrics.add(loss, samples, again=again)
 
     # What else a training can use.

@@ -6,6 +6,8 @@ list costs nothing. So numbers are kept, and added up 64 at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 # How many numbers are kept before they are added up.
@@ -49,6 +51,60 @@ class DeviceSum:
     def reset(self) -> None:
         self._waiting.clear()
         self._sum.zero_()
+
+
+class LeftOutBatches:
+    """Counts the batches that a training leaves out.
+
+    Such a batch has a loss that is not finite, and no step uses its gradients. If the
+    batch ends without a step, its gradients may still wait for the step of a later
+    batch. That shows when the next loss is scaled: gradients that were not zeroed wait.
+
+    Nothing here waits for the device.
+
+    Args:
+        device: Where the losses are.
+
+    Attributes:
+        count: How many batches were left out since the last report.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = DeviceSum(device)
+        self._has_gradients = False  # of a loss that no step has used
+        self._has_stepped = False
+        # Whether the last batch was counted, if its gradients may wait.
+        self._counted: torch.Tensor | None = None
+
+    def begin_backward(self, gradients: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Do not count the last batch if its gradients wait.
+
+        Args:
+            gradients: Returns the gradients of the training as they are now.
+        """
+        self._has_gradients = True
+        if self._counted is not None:
+            for gradient in gradients()[-1:]:
+                waits = gradient.any().to(self._counted.device)
+                self.count.add(-self._counted * waits)
+            self._counted = None
+
+    def step(self) -> None:
+        """Record that a step has used the gradients so far."""
+        self._has_stepped, self._has_gradients = True, False
+
+    def end_batch(self, loss: torch.Tensor | None) -> None:
+        """Count the batch if it is left out, as far as one can know.
+
+        Args:
+            loss: Its loss, (), on the device; None if unknown.
+        """
+        if loss is not None and not self._has_stepped:
+            counted = (~torch.isfinite(loss)).float()
+            self.count.add(counted)
+            if self._has_gradients:
+                self._counted = counted
+        self._has_stepped = self._has_gradients = False
 
 
 class StepCounts:

@@ -166,7 +166,7 @@ class TrainingMetrics:
         self._loss_sum.reset()
         for window in self.windows.all():
             window.begin_report()
-        self._scaler.left_out.reset()
+        self._scaler.left_out.count.reset()
         self._losses = self._batches = 0
         self._waited = None
         self._timed_samples = 0
@@ -183,7 +183,7 @@ class TrainingMetrics:
         total = self._loss_sum.total()
         of_each = self.windows.all()
         on_device = [
-            (total, self._scaler.left_out.total(), *self._scaler.loss_scales()),
+            (total, self._scaler.left_out.count.total(), *self._scaler.loss_scales()),
             *(each.report_tensors() for each in of_each),
         ]
         (loss, left_out, scale, used), *numbers = read_at_once(on_device)

@@ -15,16 +15,16 @@ class Stage(str, enum.Enum):  # strings hash faster
 
     SCALED = "its gradients may be scaled"
     UNSCALED = "its gradients are divided by the scale"
-    LEFT_OUT = "they were dropped without a step, and the scale has not been updated"
+    DROPPED = "they were dropped without a step, and the scale has not been updated"
     STEPPED = "it has stepped, and the scale has not been updated"
     UPDATED = "the scale has been updated after its step, which is not counted"
 
 
 # In these stages the gradients may be scaled.
-MAY_BE_SCALED = (Stage.SCALED, Stage.LEFT_OUT)
+MAY_BE_SCALED = (Stage.SCALED, Stage.DROPPED)
 
 # In these stages overflows were looked for, and the scale does not know the result yet.
-AWAITS_UPDATE = (Stage.UNSCALED, Stage.LEFT_OUT, Stage.STEPPED)
+AWAITS_UPDATE = (Stage.UNSCALED, Stage.DROPPED, Stage.STEPPED)
 
 # In these stages there is a step that is not counted.
 HAS_STEPPED = (Stage.STEPPED, Stage.UPDATED)
@@ -50,7 +50,7 @@ Call = Literal[
     "clip",
     "begin_step",
     "step",
-    "leave_out",
+    "drop",
     "update",
     "count",
     "end_batch",
@@ -59,7 +59,7 @@ Call = Literal[
 _BEFORE_A_STEP: Mapping[Call, Stage | Mistake] = {
     "unscale": Stage.UNSCALED,
     "step": Stage.STEPPED,
-    "leave_out": Stage.LEFT_OUT,
+    "drop": Stage.DROPPED,
     "update": Stage.SCALED,
 }
 _STILL_SCALED = {**_BEFORE_A_STEP, "clip": Mistake.CLIPS_SCALED}
@@ -79,7 +79,7 @@ _AFTER_A_STEP: Mapping[Call, Stage | Mistake] = {
 TRANSITIONS: Mapping[Stage, Mapping[Call, Stage | Mistake]] = {
     Stage.SCALED: _STILL_SCALED,
     Stage.UNSCALED: _BEFORE_A_STEP,  # an enabled GradScaler refuses a second `unscale_`
-    Stage.LEFT_OUT: _STILL_SCALED,
+    Stage.DROPPED: _STILL_SCALED,
     Stage.STEPPED: _AFTER_A_STEP,
     Stage.UPDATED: {**_AFTER_A_STEP, "count": Stage.SCALED},
 }

@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from determined_amp.amp.clips import Clip, listen_to_clips
-from determined_amp.amp.counts import DeviceSum
+from determined_amp.amp.counts import LeftOutBatches
 from determined_amp.amp.mistakes import (
     AWAITS_UPDATE,
     HAS_STEPPED,
@@ -55,8 +55,7 @@ class LossScaler(torch.amp.GradScaler):
         windows: See above.
         has_scaled: Whether `scale` was called since the last `update`. If not, a step
             would divide gradients that were never multiplied.
-        has_stepped: Whether a step was counted since this was last set to False.
-        left_out: How many batches with a loss that is not finite made no step.
+        left_out: The batches that the training leaves out.
         parameters: See above.
         is_rehearsing: Whether a batch is rehearsed. Then gradients stay scaled, and
             nothing is recorded or refused.
@@ -83,11 +82,7 @@ class LossScaler(torch.amp.GradScaler):
         self._scales = self.is_enabled()
         self.windows = windows
         self.has_scaled = False
-        self.has_stepped = False
-        self.left_out = DeviceSum(windows.device)
-        self._batch_has_scaled = False
-        # Whether `left_out` has counted the newest batch that may accumulate.
-        self._may_accumulate: torch.Tensor | None = None
+        self.left_out = LeftOutBatches(windows.device)
         self.parameters = parameters
         self.is_rehearsing = False
         self._min_scale = settings.min_scale
@@ -109,15 +104,14 @@ class LossScaler(torch.amp.GradScaler):
         """Call `GradScaler.scale`, and record that it was called."""
         if self.is_rehearsing:
             return super().scale(outputs)
-        self.has_scaled = self._batch_has_scaled = True
-        if self._may_accumulate is not None:
-            self._take_back_accumulated(self._may_accumulate)
+        self.has_scaled = True
+        self.left_out.begin_backward(self._gradients)
         for window in self.windows.values():
             # `zero_grad` was called instead of a step: torch must unscale again.
             if window.stage is Stage.UNSCALED and not window.has_gradient():
                 if self._scales:
                     self._keep_what_was_found(window.optimizer)
-                window.leave_out()
+                window.drop()
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -197,26 +191,13 @@ class LossScaler(torch.amp.GradScaler):
         windows = self.windows.values()
         awaiting = {each.stage for each in windows if each.stage in AWAITS_UPDATE}
         if awaiting and not (
-            awaiting == {Stage.LEFT_OUT} and self._holds_scaled_gradients()
+            awaiting == {Stage.DROPPED} and self._holds_scaled_gradients()
         ):
             self.update()
         for window in windows:
             if window.stage is Stage.UPDATED:
                 window.count()
-                self.has_stepped, self._batch_has_scaled = True, False
-
-    def leave_out(self, loss: torch.Tensor) -> None:
-        """Count a batch that made no step, if its loss is not finite.
-
-        No synchronisation.
-
-        Args:
-            loss: Its loss, (), on the device.
-        """
-        is_left_out = (~torch.isfinite(loss)).float()
-        self.left_out.add(is_left_out)
-        if self._batch_has_scaled:
-            self._may_accumulate, self._batch_has_scaled = is_left_out, False
+                self.left_out.step()
 
     def loss_scale(self) -> torch.Tensor:
         """The current scale, (), float32, on the device; 1 without a scaler."""
@@ -273,15 +254,8 @@ class LossScaler(torch.amp.GradScaler):
             ((anew, *args[1:]), kwargs) if args else ((), {**kwargs, "closure": anew})
         )
 
-    def _take_back_accumulated(self, is_left_out: torch.Tensor) -> None:
-        """Do not count this batch if its gradients wait for a later step.
-
-        Gradients of 0 are those that `zero_grad` has left.
-        """
-        self._may_accumulate = None
-        for gradient in gradients_of(self.parameters())[-1:]:
-            waits = gradient.any().to(is_left_out.device)
-            self.left_out.add(-is_left_out * waits)
+    def _gradients(self) -> list[torch.Tensor]:
+        return gradients_of(self.parameters())
 
     def _holds_scaled_gradients(self) -> bool:
         """Whether there are scaled gradients that a new scale must not divide."""

@@ -44,8 +44,8 @@ class Window:
 
             backward of a scaled loss
                    |
-                   v     unscale            leave_out
-        +-----> SCALED ---------> UNSCALED ----------> LEFT_OUT
+                   v     unscale              drop
+        +-----> SCALED ---------> UNSCALED ----------> DROPPED
         |          |                 |
         |          | step            | step
         |          v                 |
@@ -55,10 +55,10 @@ class Window:
         +------ UPDATED
           count
 
-    For the gradients of the next backward, LEFT_OUT is the same as SCALED. An
-    unmodified trial calls no `unscale`, and leaves out from SCALED. `update`
-    takes both UNSCALED and LEFT_OUT to SCALED, because those gradients made no step.
-    Their norm does not count, but an overflow in them lowers the scale.
+    For the gradients of the next backward, DROPPED is the same as SCALED. An
+    unmodified trial calls no `unscale`, and drops from SCALED. `update` takes both
+    UNSCALED and DROPPED to SCALED, because those gradients made no step. Their norm
+    does not count, but an overflow in them lowers the scale.
 
     Nothing in a window waits for the device.
 
@@ -165,9 +165,9 @@ class Window:
         gradients = (parameter.grad for parameter in self.parameters())
         return [None if each is None else version_of(each) for each in gradients]
 
-    def leave_out(self) -> None:
+    def drop(self) -> None:
         """Record that unscaled gradients were dropped without a step."""
-        self.move("leave_out")
+        self.move("drop")
         self.found_inf = None
 
     def prepare(self) -> None:

@@ -113,8 +113,8 @@ class TrueGradients:
             # Unchanged gradients mean that the trial accumulates by itself.
             if window.found_inf is not None and window.has_other_gradients():
                 self._scaler.note(window, window.found_inf)
-                window.leave_out()
-        if any(window.stage is Stage.LEFT_OUT for window in windows):
+                window.drop()
+        if any(window.stage is Stage.DROPPED for window in windows):
             self._scaler.update()
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
