@@ -127,13 +127,13 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one():
     for index in range(4):
         rows = torch.ones(3)
         assert trial.train_batch({"inputs": [rows]}, 7, index) == {}
-        newest = batches.newest  # None if it shares what is changed
+        newest = batches.kept.batch  # None if it shares what is changed
         shared.append(newest and newest["inputs"][0] is rows)
     rehearsal = batches.rehearsal()
     assert rehearsal is not None
     rehearsal.run()
     assert trained[-1] == trained[-2] == [1.0, 1.0, 1.0]
-    assert batches.newest["inputs"][0].tolist() == [1.0, 1.0, 1.0]
+    assert batches.kept.batch["inputs"][0].tolist() == [1.0, 1.0, 1.0]
     assert shared == [False, True, None, False]
     amp.on_trial_shutdown()
     assert trial.train_batch is not batches

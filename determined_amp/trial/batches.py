@@ -48,6 +48,41 @@ from determined_amp.trial.loss_scale import settings_with_found_scale
 logger = logging.getLogger(__name__)
 
 
+class KeptBatch:
+    """The newest batch, as the trial got it, for a rehearsal.
+
+    A trial may take its batch apart and change tensors in place. Copying tensors is
+    costly, so only the first batch is copied, and all batches after a change.
+
+    Attributes:
+        batch: The batch; None before the first, and if the trial has changed it.
+        is_first: Whether no batch was trained yet.
+    """
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.is_first = True
+        self._was_changed = False
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def keep(self, batch: Any) -> None:
+        """Keep a batch that is about to be trained."""
+        copied = self.is_first or self._was_changed
+        self.batch = own_copy(batch, shared=not copied)
+        tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
+        self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
+
+    def end_training(self) -> None:
+        """Forget the batch if the trial has changed the tensors that it shares."""
+        shared = not (self.is_first or self._was_changed)
+        changed = any(version_of(tensor) != v for tensor, v in self._versions)
+        if shared and changed:
+            self.batch = None
+        self._was_changed |= changed
+        self.is_first = False
+        self._versions = []
+
+
 class Batches:
     """Trains each batch of a trial, with the work around it that the settings ask for.
 
@@ -59,8 +94,7 @@ class Batches:
             clips them.
 
     Attributes:
-        newest: The newest batch as the trial got it; None before the first, and after
-            the first that the trial has changed in place, unless that is the first.
+        kept: The newest batch.
         is_counted: Whether `update` has counted the newest batch.
     """
 
@@ -72,7 +106,7 @@ class Batches:
         *,
         checks_clips: bool,
     ) -> None:
-        self.newest: Any = None
+        self.kept = KeptBatch()
         self.is_counted = False
         self._amp = amp
         self._trial = trial
@@ -81,7 +115,6 @@ class Batches:
         self._original_build_loader = trial.build_training_data_loader
         self._original_step = context.step_optimizer
         self._indices: dict[str, int] = {}
-        self._changes_batches: bool | None = None  # unknown before the first batch
         self._accumulates = aggregation_frequency(context) > 1
         self._patches = ExitStack()
         enter, loader = self._patches.enter_context, self._build_timed_loader
@@ -93,7 +126,7 @@ class Batches:
     def remove(self) -> None:
         """Restore the original methods of the trial and its context."""
         self._patches.close()
-        self.newest = None
+        self.kept.batch = None
 
     def __call__(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         """Keep, find, audit, train, check the end; return what the trial returns."""
@@ -101,14 +134,10 @@ class Batches:
         self.is_counted = False
         if self._accumulates:
             self._share_gradients_once()
-        versions = self._keep(batch)
-        is_first = self._changes_batches is None
-        audit_error = self._rehearse_first() if is_first else None
+        self.kept.keep(batch)
+        audit_error = self._rehearse_first() if self.kept.is_first else None
         result: Any = self._original_train_batch(batch=batch, **self._indices)
-        changes = self._changes_batches or any(version_of(t) != v for t, v in versions)
-        if changes and self._changes_batches is False:  # `newest` shares its tensors
-            self.newest = None
-        self._changes_batches = changes
+        self.kept.end_training()
         for window in self._amp.windows.values():
             window.move("end_batch")
         if audit_error is not None:
@@ -123,15 +152,15 @@ class Batches:
         return result
 
     def rehearsal(self) -> Rehearsal | None:
-        """The rehearsal of `newest`; None if there is none."""
-        batch = self.newest
+        """The rehearsal of the newest batch; None if it is not kept."""
+        batch = self.kept.batch
         if batch is None:
             return None
         return self._amp.rehearsal_by(lambda: self._train_again(batch), batch)
 
     def samples(self) -> int:
         """The samples in the newest batch, as the trial counts them."""
-        return int(self._trial.get_batch_length(self.newest))
+        return int(self._trial.get_batch_length(self.kept.batch))
 
     # What is done around a batch.
 
@@ -161,16 +190,6 @@ class Batches:
         amp.metrics.once = audit.metrics()
         return None
 
-    def _keep(self, batch: Any) -> list[tuple[torch.Tensor, int]]:
-        """Keep a batch for the guard; return its tensors with their versions.
-
-        A trial may take its batch apart and change tensors in place. Copying tensors is
-        costly, so later batches are copied only if the trial has changed one before.
-        """
-        self.newest = own_copy(batch, shared=self._changes_batches is False)
-        tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
-        return [(tensor, version_of(tensor)) for tensor in tensors]
-
     def _share_gradients_once(self) -> None:
         """Average the gradients over the ranks only in the last batch of a window.
 
@@ -193,7 +212,7 @@ class Batches:
         owners = [owner for owner, _ in step_methods(context)]
         shared = [amp, amp.scaler, self, *vars(context).values(), *amp.optimizers]
         with attributes_apart(self._trial, [*shared, *owners, *modules, *tensors]):
-            self._train_again(self.newest)
+            self._train_again(self.kept.batch)
 
     def _step(
         self,
