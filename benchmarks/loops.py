@@ -19,7 +19,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import throwaway_core_context, trial_context
 from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.unmodified import trial_of
+from determined_amp.trial.make import trial_of
 from trials.data import images as data
 from trials.data import loading
 from trials.mlp import MLPTrial

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     )
     from determined_amp.finder import find_loss_scale
     from determined_amp.trial.fitting import fit
+    from determined_amp.trial.make import TrialAsItIs
     from determined_amp.trial.mixed_precision import MixedPrecision
-    from determined_amp.trial.unmodified import TrialAsItIs
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ _MODULES = {
     "MixedPrecision": "trial.mixed_precision",
     "OnOverflow": "amp.settings",
     "Precision": "amp.settings",
-    "TrialAsItIs": "trial.unmodified",
+    "TrialAsItIs": "trial.make",
     "UserError": "amp.errors",
     "find_loss_scale": "finder",
     "fit": "trial.fitting",

@@ -45,8 +45,8 @@ from determined_amp.trial.determined_private import (
     train_context,
 )
 from determined_amp.trial.fitting import fit
+from determined_amp.trial.make import trial_of_run
 from determined_amp.trial.notes import note, note_on_master, show_failure, show_status
-from determined_amp.trial.unmodified import trial_of_run
 
 logger = logging.getLogger(__name__)
 

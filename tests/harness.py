@@ -29,7 +29,7 @@ from determined_amp.amp.fields import read_section
 from determined_amp.amp.plain_data import Values
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import controlled_by
-from determined_amp.trial.unmodified import make_with_amp
+from determined_amp.trial.make import make_with_amp
 from tests.training import digest
 
 _SAVED = tempfile.TemporaryDirectory(prefix="checkpoints-")

@@ -24,7 +24,7 @@ from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.trial.controller import SafeController
-from determined_amp.trial.unmodified import trial_of
+from determined_amp.trial.make import trial_of
 from tests import habits
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import fit

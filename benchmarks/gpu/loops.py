@@ -26,7 +26,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import controlled_by
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.unmodified import trial_of
+from determined_amp.trial.make import trial_of
 
 CONFIGS = Path(__file__).parents[2] / "experiment_configs" / "resnet50"
 YAMLS = {

@@ -50,8 +50,8 @@ from determined_amp.trial.determined_private import (
     leave_the_cluster,
     shorten_epoch,
 )
+from determined_amp.trial.make import trial_of
 from determined_amp.trial.random_state import random_state, restore_random_state
-from determined_amp.trial.unmodified import trial_of
 
 # The most runs: one, one without overflows, its resume, and one that compares two
 # loss scales.

@@ -37,7 +37,7 @@ from determined_amp.trial.determined_private import (
     average_by_default,
 )
 from determined_amp.trial.loss_scale import find_in_trial, in_training, score
-from determined_amp.trial.unmodified import trial_of
+from determined_amp.trial.make import trial_of
 
 
 class InvalidTrialError(UserError):

@@ -54,7 +54,7 @@ from determined_amp.trial.determined_private import (
     epoch_length,
 )
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.unmodified import precision_of, trial_of_run
+from determined_amp.trial.make import precision_of, trial_of_run
 
 logger = logging.getLogger(__name__)
 

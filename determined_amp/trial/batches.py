@@ -8,8 +8,8 @@ while it trains:
 * `step_optimizer` of the context, to see clips by the trial's own code. `amp/clips.py`
   sees the clips of torch's functions.
 
-A trial without a `MixedPrecision` gets one from outside. Then `unmodified.py` replaces
-`wrap_model` of the context, and `unmodified_training.py` replaces `backward` and
+A trial without a `MixedPrecision` gets one from outside. Then `make.py` replaces
+`wrap_model` of the context, and `unmodified/training.py` replaces `backward` and
 `step_optimizer` of the context, and `train_batch` and `build_callbacks` of the trial.
 
 If gradients accumulate over several batches, this module exchanges them once per step.

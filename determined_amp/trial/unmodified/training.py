@@ -48,14 +48,14 @@ from determined_amp.trial.determined_private import (
     scaler_of,
 )
 from determined_amp.trial.mixed_precision import LOOP, MixedPrecision
-from determined_amp.trial.true_gradients import TrueGradients
-from determined_amp.trial.unmodified_autocast import (
+from determined_amp.trial.unmodified.autocast import (
     NO_AMP,
     ForwardHooks,
     UnmodifiedAutocast,
     refusal,
     refuse_in_float16,
 )
+from determined_amp.trial.unmodified.true_gradients import TrueGradients
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from determined_amp.amp.mistakes import Stage
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in, parameters_of
 from determined_amp.amp.torch_private import NODE_HOOKS
-from determined_amp.trial.unmodified_autocast import (
+from determined_amp.trial.unmodified.autocast import (
     UnmodifiedAutocast,
     calling_first,
     has_hook_of_trial,

@@ -1,7 +1,7 @@
-"""Mixed precision for a float32 `PyTorchTrial` whose code knows nothing of it.
+"""Makes the trial of an experiment, in the precision of its `amp` section.
 
-The context passes each wrapped model, each backward and each step to
-`UnmodifiedTraining`, which does what a trial with a `MixedPrecision` does itself.
+A trial that makes no `MixedPrecision` itself gets an `UnmodifiedTraining`: the context
+passes it each wrapped model, each backward and each step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.notes import in_parts, note_on_master
-from determined_amp.trial.unmodified_autocast import refusal
-from determined_amp.trial.unmodified_training import UnmodifiedTraining
+from determined_amp.trial.unmodified.autocast import refusal
+from determined_amp.trial.unmodified.training import UnmodifiedTraining
 
 logger = logging.getLogger(__name__)
 
