@@ -1,11 +1,12 @@
 """`amp.counts`: sums on the device, and steps that were applied or skipped."""
 
+import math
 import weakref
 
 import pytest
 import torch
 
-from determined_amp.amp.counts import DeviceSum, StepCounts
+from determined_amp.amp.counts import DeviceSum, LeftOutBatches, StepCounts
 from tests.fake_cuda import Syncs
 
 CPU = torch.device("cpu")
@@ -132,3 +133,38 @@ class TestDeviceSum:
         while values:
             total.add(values.pop())
         assert sum(reference() is not None for reference in references) <= 64
+
+
+# A batch is "b" for the backward of a scaled loss, "s" for a step, "n" for an end with
+# a loss that is not finite, "f" for one that is, "?" for one without a loss, and "z"
+# for `zero_grad`.
+@pytest.mark.parametrize(
+    ("calls", "left_out"),
+    [
+        ("bsn", 0),
+        ("bbn", 1),
+        ("zn zn", 2),
+        ("bn bn bsn", 0),
+        ("bn zbsf", 1),
+        ("bn bbsf", 0),
+        ("bn n n bsf", 2),
+        ("bf n bsf", 1),
+        ("b? n bsf", 1),
+        ("bn bsf zn bsf", 1),
+    ],
+)
+def test_batch_is_left_out_without_a_step_now_or_later(calls, left_out):
+    batches, gradient = LeftOutBatches(CPU), torch.zeros(1)
+    ends = {"n": torch.tensor(math.nan), "f": torch.tensor(1.0), "?": None}
+    for call in calls.replace(" ", ""):
+        if call == "b":
+            batches.begin_backward(lambda: [gradient])
+            gradient.fill_(1.0)
+        elif call == "z":
+            gradient.zero_()
+        elif call == "s":
+            batches.step()
+            gradient.zero_()
+        else:
+            batches.end_batch(ends[call])
+    assert batches.count.total() == left_out

@@ -2,6 +2,7 @@
 alone.
 """
 
+import math
 import sys
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_reported_loss_is_the_trials_or_a_mean_over_samples(trial, loss):
     assert report["watch_applied_steps"] == (0 if trial is CountsItsOwnSamples else 2)
 
 
+class UpdatesOnceMore(Weights):
+    rows = ((1.0, 1.0),) * 10
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        super().train_batch(batch, epoch_idx, batch_idx)
+        return self.amp.update(math.nan)
+
+
+def test_guard_counts_no_batch_with_a_step_as_left_out_for_its_second_update():
+    assert report_of(UpdatesOnceMore)["watch_applied_steps"] == 10
+
+
 def test_patched_class_attribute_comes_back_as_it_was():
     class Owner:
         @staticmethod
@@ -109,7 +122,7 @@ def test_patched_class_attribute_comes_back_as_it_was():
 
 def test_newest_batch_is_copied_once_a_training_has_changed_one():
     """The first one always is; a copy has tensors and containers of its own."""
-    changes = iter([False, False, True, False, True])
+    changes = iter([False, False, True, False, False, True])
     trained = []
 
     def train_batch(batch):
@@ -124,7 +137,7 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one():
     batches = trial.train_batch
     assert batches.rehearsal() is None  # before the first
     shared = []
-    for index in range(4):
+    for index in range(5):
         rows = torch.ones(3)
         assert trial.train_batch({"inputs": [rows]}, 7, index) == {}
         newest = batches.kept.batch  # None if it shares what is changed
@@ -134,7 +147,7 @@ def test_newest_batch_is_copied_once_a_training_has_changed_one():
     rehearsal.run()
     assert trained[-1] == trained[-2] == [1.0, 1.0, 1.0]
     assert batches.kept.batch["inputs"][0].tolist() == [1.0, 1.0, 1.0]
-    assert shared == [False, True, None, False]
+    assert shared == [False, True, None, False, False]
     amp.on_trial_shutdown()
     assert trial.train_batch is not batches
     assert batches.rehearsal() is None

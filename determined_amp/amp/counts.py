@@ -91,7 +91,7 @@ class LeftOutBatches:
 
     def step(self) -> None:
         """Record that a step has used the gradients so far."""
-        self._has_stepped, self._has_gradients = True, False
+        self._has_stepped = True
 
     def end_batch(self, loss: torch.Tensor | None) -> None:
         """Count the batch if it is left out, as far as one can know.
