@@ -28,13 +28,9 @@ from determined import core, pytorch
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.check.doctor import examine
-from determined_amp.experiment.experiment import (
-    TRIAL_SEED,
-    Experiment,
-    experiment_in,
-    parse,
-)
+from determined_amp.experiment.experiment import Experiment, experiment_in, parse
 from determined_amp.experiment.failures import faults_of_the_trial
+from determined_amp.experiment.hyperparameters import TRIAL_SEED
 from determined_amp.experiment.score_check import check_score
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.local.open_trial import OpenTrial

@@ -382,6 +382,7 @@ def test_runs_of_a_comparison_differ_in_precision_and_seed_alone():
     made = search_over(in_fp32, chosen, ComparisonPlan(42, 6, 2))
     assert {key: made[key] for key in made if made[key] != config.get(key)} == {
         "name": "compare-stranger",
+        "entrypoint": f"python3 -m determined_amp train --trial {in_fp32.trial}",
         "hyperparameters": {
             "global_batch_size": 16,
             "trial_seed": {"type": "categorical", "vals": [5, 6]},

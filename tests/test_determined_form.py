@@ -64,14 +64,11 @@ class TestDeterminedsForm:
         [
             ("{batches: 7}", Length(batches=7)),
             ("{epochs: 2}", Length(epochs=2)),
-            ("{records: 70}", Length(batches=8)),  # of 8 samples
-            ("{records: 3}", Length(batches=1)),
         ],
     )
     def test_length_is_in_any_of_its_units(self, length, read):
-        size = "hyperparameters.global_batch_size=8"
         found = parse(
-            f"searcher.max_length={length}", f"min_validation_period={length}", size
+            f"searcher.max_length={length}", f"min_validation_period={length}"
         )
         assert found.max_length == found.training.validation_period == read
 
@@ -176,7 +173,8 @@ class TestTraining:
         config = write(tmp_path, without=("entrypoint",))
         found = run(tmp_path / "run", config, "--trial", "tests.strangers:make")
         recorded = yaml.safe_load((found / "config.yaml").read_text())
-        assert recorded["entrypoint"] == "tests.strangers:make"
+        train = "python3 -m determined_amp train"
+        assert recorded["entrypoint"] == f"{train} --trial tests.strangers:make"
         assert recorded["reproducibility"] == {"experiment_seed": 0}
         assert recorded["hyperparameters"] == {"lr": 0.1}  # as the trial gets them
         training.resume(found, "--config", "searcher.max_length.batches=14")

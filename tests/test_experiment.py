@@ -22,6 +22,7 @@ from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
 from determined_amp.experiment.entrypoint import Task
+from determined_amp.experiment.hyperparameters import with_power_of_two
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
 from tests import training
@@ -87,10 +88,6 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(path, d
         (
             {"hp.training.max_length": f"{'9' * 5000} batches"},
             "hp.training.max_length: got '999",
-        ),
-        (
-            {"description": "[test-mode] mine", "searcher": 5},
-            "searcher: got 5; allowed: a mapping",
         ),
         (
             {"hp.amp.init_scale": 2.0, "hp.amp.min_scale": 4.0},
@@ -331,7 +328,7 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml():
     of_scales = changed(
         {"hp.amp.init_scale": {"type": "int", "minval": 0, "maxval": 8}}
     )
-    assert experiment.with_power_of_two(none, of_scales) is none
+    assert with_power_of_two(none, of_scales) is none
     with pytest.raises(ConfigError, match="got a range to search"):
         experiment.parse(space, "test")
 

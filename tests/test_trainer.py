@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from determined_amp.experiment.experiment import Searcher, parse, read_yaml
+from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.sections import Searcher
 from determined_amp.local.checkpoint_storage import BestValidation, Resume
 from determined_amp.local.logs import Terminal
 from determined_amp.local.trainer import LocalRun, train

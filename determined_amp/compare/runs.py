@@ -22,9 +22,11 @@ from determined_amp.compare.pilots import (
 )
 from determined_amp.compare.plan import ComparisonPlan, plan_lines, plan_of
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment
+from determined_amp.experiment.entrypoint import TRAIN
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.failures import is_task
 from determined_amp.experiment.files import write_whole
+from determined_amp.experiment.hyperparameters import TRIAL_SEED
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report.comparison import Comparison, compare_runs
 from determined_amp.report.precision_report import write_precision_report
@@ -105,8 +107,8 @@ def search_over(
     own = config["hyperparameters"]
     own["amp"]["precision"] = {"type": "categorical", "vals": names}
     own[TRIAL_SEED] = {"type": "categorical", "vals": seeds}
-    if own.get("trial") == experiment.trial:  # the entrypoint may be another command
-        config["entrypoint"] = "python3 -m determined_amp train"
+    # The entrypoint may be another command, such as `compare`.
+    config["entrypoint"] = f"{TRAIN} --trial {shlex.quote(experiment.trial)}"
     ranks = experiment.platform.searcher
     config["searcher"] = {
         "name": "grid",

@@ -16,6 +16,9 @@ from determined_amp.amp.errors import Problem
 # memory at once, and a few are enough.
 BATCHES, MOST_BATCHES = 4, 1000
 
+# The entrypoint of a trial that `hyperparameters.trial` or `--trial` names.
+TRAIN = "python3 -m determined_amp train"
+
 # Matches an entrypoint that Determined itself imports.
 _CLASS = re.compile(r"[\w.]+:[\w.]+")
 

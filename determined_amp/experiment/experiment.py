@@ -1,15 +1,14 @@
 """Reads any trial's experiment YAML, in either form, and names every mistake.
 
-`read_yaml` reads the file. `experiment_in` translates Determined's form into ours, and
-checks all that needs neither the trial nor torch, which takes seconds to import.
-`Experiment.with_trial` imports the trial, and checks the sections that only its classes
-know.
+`read_yaml` reads the file. `experiment_in` checks all that needs neither the trial nor
+torch, which takes seconds to import. `Experiment.with_trial` imports the trial, and
+checks the sections that only its classes know.
 
 Determined 0.38.1 reads some keys only for its legacy entrypoints. They have no effect
 for a script that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these
 settings under `hyperparameters`, where `train` reads them, and a key without effect is
 an error. A YAML without `hyperparameters.training` is in Determined's own form, and
-`train` reads Determined's keys.
+`train` reads Determined's keys. `training.py` translates them.
 
 A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of
 `setting`s. With them, the sections `hyperparameters` and `data` are checked strictly
@@ -19,9 +18,7 @@ before anything starts. Without them, the sections may hold anything.
 from __future__ import annotations
 
 import dataclasses
-import enum
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,28 +29,28 @@ from determined_amp.amp.fields import (
     plain,
     read,
     read_section,
-    setting,
     shown,
 )
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import flat, value_at
-from determined_amp.experiment.entrypoint import Task, is_class
-from determined_amp.experiment.misplaced import misplaced, of_the_trial
-from determined_amp.experiment.overrides import with_overrides, with_trial
-from determined_amp.experiment.training import (
-    DETERMINEDS_KEYS,
-    WITHOUT_EFFECT,
-    Length,
-    TrainingSettings,
-    for_test,
-    has_our_form,
-    in_our_form,
-    in_their_words,
-    is_short_test,
-    missing_length,
-    mistakes_of_our_form,
+from determined_amp.experiment.hyperparameters import (
+    TRIAL_SEED,
+    constants,
+    with_power_of_two,
 )
+from determined_amp.experiment.misplaced import misplaced, of_the_trial
+from determined_amp.experiment.overrides import (
+    for_test,
+    named_trial,
+    with_overrides,
+    with_trial,
+)
+from determined_amp.experiment.sections import (
+    CommonHyperparameters,
+    Platform,
+    read_sections,
+)
+from determined_amp.experiment.training import Length, key_of, missing_length
 from determined_amp.experiment.trial_text import typo_in
 from determined_amp.experiment.yaml_text import load_yaml, read_text
 
@@ -64,116 +61,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NUMBERS = ("int", "double", "log")
-_RANGES = (*_NUMBERS, "categorical")
-
 # The precision of a run without an `amp` section.
 NO_AMP_SECTION = (
     "no amp section: the trial's own precision, as it is; no guard, no loss scale"
 )
 
-_ONE_VALUE = (
-    "got a range to search; allowed: one value, for instance by --config {}=VALUE, or "
-    "all of them by det-amp search"
-)
-
 _A_TRIAL = "; allowed: module:Class of a PyTorchTrial"
-
-# This hyperparameter sets the seed of a trial. Without it, the platform draws a seed.
-TRIAL_SEED = "trial_seed"
-
-
-class CheckpointPolicy(enum.Enum):
-    """After which validations Determined saves a checkpoint."""
-
-    BEST = "best"
-    ALL = "all"
-    NONE = "none"
-
-
-@dataclass(frozen=True)
-class Searcher:
-    """The search method and the metric that ranks trials and checkpoints.
-
-    Without a metric there is no best checkpoint.
-    """
-
-    READ_IN_PART = True
-
-    metric: str | None = setting(None)
-    smaller_is_better: bool = setting(True)
-    name: str = setting("single")
-
-
-@dataclass(frozen=True)
-class Reproducibility:
-    """`experiment_seed` seeds a local run; a cluster derives the seed of each trial
-    from it.
-    """
-
-    READ_IN_PART = True
-
-    experiment_seed: int = setting(0, at_least=0, at_most=2**32 - 1)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """`slots_per_trial` is the number of processes that the experiment requests on a
-    cluster.
-    """
-
-    READ_IN_PART = True
-
-    slots_per_trial: int = setting(1, at_least=0)
-
-
-@dataclass(frozen=True)
-class Profiling:
-    """`enabled` starts Determined's system profiler on a cluster."""
-
-    READ_IN_PART = True
-
-    enabled: bool = setting(False)
-
-
-@dataclass(frozen=True)
-class Optimizations:
-    """Whether Determined averages the gradients over the batches of a step."""
-
-    READ_IN_PART = True
-
-    average_aggregated_gradients: bool = setting(True)
-
-
-@dataclass(frozen=True)
-class Platform:
-    """Determined's own keys of an experiment configuration, as far as we read them."""
-
-    READ_IN_PART = True
-
-    searcher: Searcher = setting(Searcher())
-    reproducibility: Reproducibility = setting(Reproducibility())
-    name: str = setting("unnamed")
-    resources: Resources = setting(Resources())
-    profiling: Profiling = setting(Profiling())
-    checkpoint_policy: CheckpointPolicy = setting(CheckpointPolicy.BEST)
-    perform_initial_validation: bool = setting(False)
-    optimizations: Optimizations = setting(Optimizations())
-
-
-@dataclass(frozen=True)
-class CommonHyperparameters:
-    """The hyperparameters that mean the same in every trial."""
-
-    READ_IN_PART = True
-
-    training: TrainingSettings = setting(TrainingSettings())  # lengths and periods
-    aggregation_frequency: int = setting(1, at_least=1)  # batches per optimizer step
-    # Number of samples in a batch, over all slots; None if the YAML has none.
-    global_batch_size: int | None = setting(None, at_least=1)
-    amp: AmpSettings | None = setting(None)  # the section `amp`; None if there is none
-    trial_seed: int | None = setting(None, at_least=0, at_most=2**32 - 1)
-
 
 # This attribute of a context has the experiment of its trial.
 _ATTRIBUTE = "determined_amp_experiment"
@@ -181,12 +74,12 @@ _ATTRIBUTE = "determined_amp_experiment"
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(CommonHyperparameters):
-    """An experiment configuration, read once in a process.
+    """The experiment of one trial. It is read once in a process, and never changes.
 
-    `variant` makes another experiment of it.
-
-    The properties that need the trial import it on first use, and raise a `ConfigError`
-    that names every mistake. `with_trial` checks all of them at once.
+    Its fields are what the configuration says; `variant` makes another experiment. The
+    properties follow from the fields. `factory`, `hparams`, `data`, `hyperparameters`
+    and `resolved` import the trial on first use, and raise a `ConfigError` that names
+    every mistake. `with_trial` checks all of them at once.
     """
 
     source: str  # the name of the configuration, for error messages
@@ -232,9 +125,7 @@ class Experiment(CommonHyperparameters):
         """The key of the YAML that holds a setting of the training: `max_length`,
         `validation_period`, `checkpoint_period` or `reporting_period.batches`.
         """
-        key = f"hyperparameters.training.{name}"
-        ours = has_our_form(self.config["hyperparameters"])
-        return key if ours else DETERMINEDS_KEYS[key]
+        return key_of(self.config, f"hyperparameters.training.{name}")
 
     @property
     def max_length(self) -> Length:
@@ -249,7 +140,7 @@ class Experiment(CommonHyperparameters):
 
     def resolved(self) -> Config:
         """All settings in our form, defaults included, for the record of a run."""
-        own = {"trial": self.trial, "global_batch_size": None, **self.hyperparameters}
+        own = {"global_batch_size": None, **self.hyperparameters, "trial": self.trial}
         if self.hparams is not None:
             own = plain(self.hparams)
         own["aggregation_frequency"] = self.aggregation_frequency
@@ -272,7 +163,8 @@ class Experiment(CommonHyperparameters):
     def hyperparameters(self) -> Config:
         """The hyperparameters that the trial gets; `{type: const, val: x}` is x."""
         values: Config = self.config["hyperparameters"]
-        return values if self.hparams is None else {**values, "trial": self.trial}
+        has_trial = self.hparams is not None or isinstance(values.get("trial"), str)
+        return {**values, "trial": self.trial} if has_trial else values
 
     @property
     def hparams(self) -> Any:
@@ -299,23 +191,22 @@ class Experiment(CommonHyperparameters):
     def _own_sections(self) -> tuple[Any, Any]:
         """`hyperparameters` and `data`, as the trial's own classes read them."""
         problems = Problems()
-        hparams, data = None, self.config.get("data")
-        own_classes: dict[str, Any] = {
-            name: held
-            for name in ("Hparams", "Data")
-            if is_settings_class(held := getattr(self.factory, name, None))
-        }
-        if "Hparams" in own_classes:
-            values = {**self.config["hyperparameters"], "trial": self.trial}
-            for name, known in (("amp", self.amp), ("training", self.training)):
-                if name in values and known is not None:
-                    values[name] = known
-            hparams = read(own_classes["Hparams"], values, "hyperparameters", problems)
-        data = {} if data is None else data
-        if "Data" in own_classes:
-            data = read(own_classes["Data"], data, "data", problems)
+        values = {**self.config["hyperparameters"], "trial": self.trial}
+        for name, known in (("amp", self.amp), ("training", self.training)):
+            if name in values and known is not None:
+                values[name] = known
+        hparams = self._read_own("Hparams", "hyperparameters", values, problems)
+        given = self.config.get("data") or {}
+        data = self._read_own("Data", "data", given, problems)
         problems.raise_from(self.source)
-        return hparams, data
+        return hparams, given if data is None else data
+
+    def _read_own(
+        self, name: str, section: str, values: Config, problems: Problems
+    ) -> Any:
+        """A section as a class of the trial reads it; None if it has no such class."""
+        own: Any = getattr(self.factory, name, None)
+        return read(own, values, section, problems) if is_settings_class(own) else None
 
     def with_trial(self) -> Experiment:
         """Import the trial, and check the sections that only it knows.
@@ -384,8 +275,8 @@ def experiment_in(
     Args:
         config: The experiment configuration, in either form.
         source: The name of the configuration, for the error message.
-        trial: `module:Class` or `module:function`; by default the `--trial` of an
-            entrypoint, else `hyperparameters.trial`, else an entrypoint of that form.
+        trial: `module:Class` or `module:function`; by default what the configuration
+            names, see `named_trial`.
         hyperparameters: The hyperparameters that the searcher chose for this trial; by
             default those of `config`. An initial loss scale that was drawn from a range
             is rounded to the nearest power of two, which scales without error.
@@ -396,50 +287,27 @@ def experiment_in(
     Raises:
         ConfigError: naming every mistake.
     """
+    config = _of_one_trial(config, hyperparameters, source)
+    path, key = named_trial(config) if trial is None else (trial, "--trial")
     problems = Problems()
-    values = _values(config, hyperparameters, problems)
-    path, key = ("", "") if problems else _named_trial(config, values, trial, problems)
-    if path != importable and (typo := typo_in(path)):
+    if not key:
+        problems.append(_missing_trial(config))
+    elif path != importable and (typo := typo_in(path)):
         problems.append(Problem(key, f"{typo}{_A_TRIAL}"))
-    problems.extend(misplaced(config, values))
-    common, platform = read_sections(config, values, source, problems)
+    problems.extend(misplaced(config))
+    common, platform = read_sections(config, source, problems)
     of_config = platform.reproducibility.experiment_seed
     seeds = (common.trial_seed, drawn_seed, of_config)
     seed = next(seed for seed in seeds if seed is not None)
     return Experiment(
         **vars(common),
         source=source,
-        config=_of_trial(config, values, path, seed),
+        config=_filled_in(config, path, seed),
         trial=path,
         trial_key=key,
         platform=platform,
         seed=seed,
     )
-
-
-def read_sections(
-    config: Config, values: Config, source: str, problems: Problems
-) -> tuple[CommonHyperparameters, Platform]:
-    """The settings of a configuration that mean the same in every trial.
-
-    Args:
-        config: The experiment configuration, in either form.
-        values: The hyperparameters of the trial.
-        source: The name of the configuration, for the error message.
-        problems: Mistakes that are known already.
-
-    Raises:
-        ConfigError: naming every mistake.
-    """
-    platform = read(Platform, config, "", problems)
-    common = _read_common(config, values, problems)
-    size = values.get("global_batch_size")
-    if platform is not None and isinstance(size, int):
-        problems.extend(indivisible_batch(size, platform.resources.slots_per_trial))
-    problems.raise_from(source)
-    assert platform is not None
-    assert common is not None
-    return common, platform
 
 
 def parse(
@@ -459,122 +327,30 @@ def parse(
     return found.with_trial()
 
 
-def _read_common(
-    config: Config, values: Config, problems: list[Problem]
-) -> CommonHyperparameters | None:
-    """The hyperparameters that mean the same in every trial, from either form.
-
-    Args:
-        config: The experiment configuration.
-        values: The hyperparameters of the trial.
-        problems: The mistakes are appended, with the keys of the user's form.
-    """
-    searched = [f"hyperparameters.{name}" for name in ranges(values)]
-    problems.extend(Problem(name, _ONE_VALUE.format(name)) for name in searched)
-    ours, found = has_our_form(values), list[Problem]()
-    if ours:
-        problems.extend(mistakes_of_our_form(config, values))
-    elif values.get("training") is not None:
-        text = f"got {shown(values['training'])}; allowed: a mapping of keys to values"
-        problems.append(Problem("hyperparameters.training", text))
-    translated = dict(values) if ours else in_our_form(config, values)
-    if not isinstance(values.get("amp"), Mapping):  # a value of the trial's own
-        translated["amp"] = None
-    common = read(CommonHyperparameters, translated, "hyperparameters", found)
-    problems.extend(found if ours else map(in_their_words, found))
-    return common
-
-
-def _values(config: Config, chosen: Config | None, problems: list[Problem]) -> Config:
-    """The hyperparameters of one trial, which the searcher may have chosen."""
+def _of_one_trial(config: Config, chosen: Config | None, source: str) -> Config:
+    """The configuration with the hyperparameters of one trial."""
     values = config.get("hyperparameters", {}) if chosen is None else chosen
     if not isinstance(values, Mapping):
         text = f"got {values!r}; allowed: a mapping of keys to values"
-        problems.append(Problem("hyperparameters", text))
-        return {}
-    return with_power_of_two(constants(for_test(config, values)), config)
+        raise ConfigError(source, [Problem("hyperparameters", text)])
+    values = with_power_of_two(constants(values), config)
+    return for_test({**config, "hyperparameters": values})
 
 
-def _of_trial(config: Config, values: Config, trial: str, seed: int) -> Config:
-    """The configuration with these hyperparameters, this trial and this seed."""
-    if is_short_test(config, values):  # its lengths are in `values` now
-        unread = [f"{name}=null" for name, _, _ in WITHOUT_EFFECT]
-        config = with_overrides(config, ["description=null", *unread])
-    own = {name: value for name, value in values.items() if name != TRIAL_SEED}
+def _filled_in(config: Config, trial: str, seed: int) -> Config:
+    """The configuration with this trial and this seed."""
+    values = config["hyperparameters"].items()
+    own = {name: value for name, value in values if name != TRIAL_SEED}
     seeds = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
     made = {**config, "hyperparameters": own, "reproducibility": seeds}
-    if not isinstance(own.get("trial"), str):
-        return {**made, "entrypoint": trial}
-    own["trial"] = trial
-    # The `--trial` of an entrypoint comes before `hyperparameters.trial`.
-    is_other = Task.of(config.get("entrypoint"), []).trial not in (None, trial)
-    return with_trial(made, trial) if is_other else made
+    return with_trial(made, trial)
 
 
-def with_power_of_two(values: Config, search: Config) -> Config:
-    """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for
-    it.
-    """
-    space = value_at(search, "hyperparameters.amp.init_scale")
-    scale = value_at(values, "amp.init_scale")
-    is_range = isinstance(space, Mapping) and space.get("type") in _NUMBERS
-    if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
-        return values
-    return {
-        **values,
-        "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))},
-    }
-
-
-def constants(hyperparameters: Config) -> Config:
-    """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}`
-    becomes x.
-    """
-    made = dict(hyperparameters)
-    for key, value in made.items():
-        if isinstance(value, Mapping):
-            is_const = value.get("type") == "const"
-            made[key] = value.get("val") if is_const else constants(value)
-    return made
-
-
-def ranges(values: Config) -> Iterator[str]:
-    """The dotted names of the hyperparameters that are search ranges."""
-    for name, value in flat(values).items():
-        if isinstance(value, Mapping) and value.get("type") in _RANGES:
-            yield name
-
-
-def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[Problem]:
-    """A problem if the slots cannot share the batch evenly; Determined would shrink the
-    batch.
-    """
-    if global_batch_size % max(slots, 1):
-        yield Problem(
-            "hyperparameters.global_batch_size",
-            f"got {global_batch_size}, which does not divide among {slots} slots; "
-            f"allowed: a multiple of {slots}",
-        )
-
-
-def _named_trial(
-    config: Config,
-    hyperparameters: Config,
-    option: str | None,
-    problems: list[Problem],
-) -> tuple[str, str]:
-    """The import path of the trial, and the key that has it. If nothing names a trial,
-    both are empty and a problem is appended.
-    """
-    entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
-    if option is not None:
-        return option, "--trial"
-    if in_entrypoint := Task.of(entrypoint, []).trial:
-        return in_entrypoint, "entrypoint"
-    if isinstance(name, str):
-        return name, "hyperparameters.trial"
-    if is_class(entrypoint):
-        return entrypoint, "entrypoint"
+def _missing_trial(config: Config) -> Problem:
+    name, entrypoint = (
+        value_at(config, "hyperparameters.trial"),
+        config.get("entrypoint"),
+    )
     given = "missing" if name is None else f"got {name!r}"
     if name is None and entrypoint is not None:
         given = f"missing, and the entrypoint {shown(entrypoint)} names none"
@@ -582,5 +358,4 @@ def _named_trial(
         f"{given}; allowed: module:Class of a PyTorchTrial there, as the entrypoint, "
         "or as --trial module:Class"
     )
-    problems.append(Problem("hyperparameters.trial", text))
-    return "", ""
+    return Problem("hyperparameters.trial", text)

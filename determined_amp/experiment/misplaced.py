@@ -21,7 +21,7 @@ from determined_amp.amp.fields import shown
 from determined_amp.amp.plain_data import Config
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import leaves, value_at
-from determined_amp.experiment.training import UNITS, Length, TrainingSettings
+from determined_amp.experiment.training import LENGTH_UNITS, Length, TrainingSettings
 
 # The keys of the top level and of its sections, in `schemas/expconf/v0/` of Determined
 # 0.38.1; sections that neither train nor measure are left to the master.
@@ -95,13 +95,12 @@ _ABOUT_PRECISION = re.compile(
 )
 
 
-def misplaced(config: Config, values: Config) -> Iterator[Problem]:
+def misplaced(config: Config) -> Iterator[Problem]:
     """A problem for each setting of ours in a wrong place, and for each key that
     Determined refuses.
 
     Args:
-        config: An experiment configuration.
-        values: The hyperparameters of the trial. Those of `config` are ignored.
+        config: An experiment configuration, with the hyperparameters of one trial.
     """
     yield from _unknown("", config, _TOP_LEVEL.split(), _OTHERWISE)
     for name, keys in _SECTIONS.items():
@@ -110,7 +109,7 @@ def misplaced(config: Config, values: Config) -> Iterator[Problem]:
     mode = value_at(config, "optimizations.mixed_precision")
     if mode not in (None, "O0"):
         yield _belongs("optimizations.mixed_precision", mode, "precision")
-    for path, value in leaves(values):
+    for path, value in leaves(config["hyperparameters"]):
         is_read = path[0] == "amp" and len(path) > 1
         if value is not None and not is_read:
             yield from _of_ours(path, value)
@@ -178,7 +177,7 @@ def _of_ours(path: Sequence[str], value: object) -> Iterator[Problem]:
         yield _belongs(place, value, "precision", f"amp_{word[1]}")
     elif key in _KEYS_OF_OURS_ALONE:
         yield _belongs(place, value, key)
-    elif path[0] != "training" and section in _LENGTHS and key in UNITS:
+    elif path[0] != "training" and section in _LENGTHS and key in LENGTH_UNITS:
         yield _belongs(place.removesuffix(f".{key}"), {key: value}, section)
     elif path[0] != "training" and key in _LENGTHS and Length.section_of(text):
         yield _belongs(place, value, key, text)

@@ -9,13 +9,22 @@ from collections.abc import Sequence
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.experiment.dotted import put
-from determined_amp.experiment.entrypoint import Task, is_class
-from determined_amp.experiment.training import UNITS
+from determined_amp.experiment.dotted import put, value_at
+from determined_amp.experiment.entrypoint import TRAIN, Task, is_class
+from determined_amp.experiment.training import (
+    LENGTH_UNITS,
+    WITHOUT_EFFECT,
+    has_our_form,
+)
 from determined_amp.experiment.yaml_text import load_yaml
 
 # YAML reads a colon without a space after it as part of the key.
 _STUCK = re.compile(r"\w:\S")
+
+# The lengths of a run that `det experiment create --test` makes, in our form.
+_OF_A_TEST = (
+    "{max_length: 1 batches, validation_period: 1 batches, reporting_period: 1 batches}"
+)
 
 
 def with_overrides(
@@ -39,7 +48,7 @@ def with_overrides(
             problem = Problem(key, f"got {text}; allowed: '{spaced}', with a space")
             raise ConfigError(option, [problem])
         section, _, last = key.rpartition(".")
-        if last in UNITS and section.endswith(("_length", "_period")):
+        if last in LENGTH_UNITS and section.endswith(("_length", "_period")):
             key, value = section, {last: value}
         try:
             put(changed, key.split("."), value)
@@ -48,16 +57,31 @@ def with_overrides(
     return changed
 
 
-def with_trial(config: Config, trial: str | None) -> Config:
-    """A configuration whose entrypoint runs another trial; None changes nothing.
+def named_trial(config: Config) -> tuple[str, str]:
+    """The import path of the trial that a configuration names, and the key that has it.
 
-    A command of this library stays; any other entrypoint becomes `train`.
+    It is the `--trial` of an entrypoint, else `hyperparameters.trial`, else an
+    entrypoint of that form. If nothing names a trial, both are empty.
     """
-    if trial is None:
+    entrypoint = config.get("entrypoint")
+    if in_entrypoint := Task.of(entrypoint, []).trial:
+        return in_entrypoint, "entrypoint"
+    name = value_at(config, "hyperparameters.trial")
+    if isinstance(name, str):
+        return name, "hyperparameters.trial"
+    return (entrypoint, "entrypoint") if is_class(entrypoint) else ("", "")
+
+
+def with_trial(config: Config, trial: str | None) -> Config:
+    """A configuration that names this trial; None changes nothing.
+
+    A command of this library stays the entrypoint; any other becomes `train`.
+    """
+    if trial is None or named_trial(config)[0] == trial:
         return config
     entrypoint = config.get("entrypoint")
     stays = Task.of(entrypoint, []).verb and not is_class(entrypoint)
-    start = entrypoint if stays else "python3 -m determined_amp train"
+    start = entrypoint if stays else TRAIN
     words = shlex.join(start) if isinstance(start, list) else start
     return {**config, "entrypoint": f"{words} --trial {shlex.quote(trial)}"}
 
@@ -72,3 +96,17 @@ def in_precision(config: Config, precision: str | None) -> Config:
         return config
     change = f"hyperparameters.amp.precision={precision}"
     return with_overrides(config, [change], "--precision")
+
+
+def for_test(config: Config) -> Config:
+    """A configuration of one batch, if `det experiment create --test` made it.
+
+    `det` writes the lengths of a short test in Determined's form only.
+    """
+    is_test = str(config.get("description")).startswith("[test-mode] ")
+    if not (is_test and has_our_form(config)):
+        return config
+    lengths = f"hyperparameters.training={_OF_A_TEST}"
+    unread = [f"{name}=null" for name, _, _ in WITHOUT_EFFECT]
+    # A variant of a test may have other lengths.
+    return with_overrides(config, ["description=null", lengths, *unread])

@@ -4,7 +4,9 @@ Our form has the section `hyperparameters.training`, which a script on a cluster
 receives. Determined's own form has `searcher.max_length`, `min_validation_period`,
 `optimizations` and the like. Determined 0.38.1 reads them only for an entrypoint
 `module:Class`. They mean the same here. `in_our_form` translates them once, so all
-other code knows our form only.
+other code knows our form only. `key_of` goes back, for messages and for changes.
+
+A configuration here is that of one trial: its `hyperparameters` are those of the trial.
 """
 
 from __future__ import annotations
@@ -22,15 +24,14 @@ from determined_amp.experiment.dotted import value_at
 if TYPE_CHECKING:
     from determined import pytorch
 
-# Units of a length or a period, in our form and in Determined's.
+# Units of a length or a period.
 LENGTH_UNITS = ("batches", "epochs")
-UNITS = ("batches", "records", "epochs")
 
 _IN_WORDS = re.compile(rf"(?P<count>[0-9]{{1,19}}) (?P<unit>{'|'.join(LENGTH_UNITS)})")
 
 _TRAINING = "hyperparameters.training"
 
-# Determined's keys that have no effect for a script entrypoint. Each has its name, the
+# Determined's keys, which have no effect for a script entrypoint: the name of each, the
 # master's default, and our key with the same meaning or other advice.
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("searcher.max_length", None, f"{_TRAINING}.max_length"),
@@ -40,17 +41,6 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("optimizations.aggregation_frequency", 1, "hyperparameters.aggregation_frequency"),
     ("records_per_epoch", 0, "batches or epochs in hyperparameters.training"),
 )
-
-# Determined's key for each of our keys.
-DETERMINEDS_KEYS = {ours: theirs for theirs, _, ours in WITHOUT_EFFECT}
-
-# `det experiment create --test` asks for these lengths, but writes them in Determined's
-# form only.
-_ONE_BATCH = {
-    "max_length": {"batches": 1},
-    "validation_period": {"batches": 1},
-    "reporting_period": {"batches": 1},
-}
 
 
 @dataclass(frozen=True)
@@ -109,11 +99,24 @@ class TrainingSettings:
     cudnn_benchmark: bool | None = setting(None)
 
 
-def has_our_form(hyperparameters: Config) -> bool:
-    """Whether these hyperparameters have a section `training` with lengths and
-    periods.
-    """
-    return isinstance(hyperparameters.get("training"), Mapping)
+def has_our_form(config: Config) -> bool:
+    """Whether there is a section `hyperparameters.training`."""
+    return config["hyperparameters"].get("training") is not None
+
+
+def key_of(config: Config, ours: str) -> str:
+    """The key that a configuration has for a key of our form."""
+    if not has_our_form(config):
+        for theirs, _, same in WITHOUT_EFFECT:
+            if ours.startswith(same):
+                return ours.replace(same, theirs)
+    return ours
+
+
+def in_the_words_of(config: Config, problem: Problem) -> Problem:
+    """A problem of our form, with the key that a configuration has for it."""
+    text = problem.removeprefix(f"{problem.key}: ")
+    return Problem(key_of(config, problem.key), text)
 
 
 def missing_length(key: str) -> Problem:
@@ -125,31 +128,17 @@ def missing_length(key: str) -> Problem:
     return Problem(key, text)
 
 
-def for_test(config: Config, values: Config) -> Config:
-    """The hyperparameters, with lengths of one batch if the experiment is a short
-    test.
-    """
-    if is_short_test(config, values):
-        return {**values, "training": _ONE_BATCH}
-    return values
-
-
-def is_short_test(config: Config, values: Config) -> bool:
-    """Whether an experiment in our form was made by `det experiment create --test`."""
-    is_test = str(config.get("description")).startswith("[test-mode] ")
-    return is_test and has_our_form(values)
-
-
-def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
+def mistakes_of_our_form(config: Config) -> Iterator[Problem]:
     """A problem for a missing length, and for each key without effect, in our form.
 
     A key with the master's default is no mistake, because a master fills it in.
     """
-    given = [key for key, value in values["training"].items() if value is not None]
+    training = config["hyperparameters"].get("training")
+    if not isinstance(training, Mapping):
+        return
+    given = [key for key, value in training.items() if value is not None]
     if not nearest("max_length", given):  # another problem names a misspelt key
         yield missing_length(f"{_TRAINING}.max_length")
-    if is_short_test(config, values):  # `det` has written some of these keys
-        return
     for name, default, instead in WITHOUT_EFFECT:
         value = value_at(config, name)
         if value is not None and value != default:
@@ -160,54 +149,30 @@ def mistakes_of_our_form(config: Config, values: Config) -> Iterator[Problem]:
             yield Problem(name, text)
 
 
-def in_our_form(config: Config, values: Config) -> Values:
+def in_our_form(config: Config) -> Config:
     """The hyperparameters in our form, with lengths and periods from Determined's own
-    keys.
+    keys if the configuration has theirs.
     """
-    batch_size = values.get("global_batch_size")
+    values: Values = dict(config["hyperparameters"])
+    if not isinstance(values.get("amp"), Mapping):  # a value of the trial's own
+        values["amp"] = None
+    if has_our_form(config):
+        return values
     length = value_at(config, "searcher.max_length")
-    if isinstance(length, int) and not isinstance(length, bool):
-        length = {"batches": length}
-    scheduling_unit = config.get("scheduling_unit")
-    training = {
-        "max_length": _in_batches(length, batch_size),
-        "validation_period": _period(config.get("min_validation_period"), batch_size),
-        "checkpoint_period": _period(config.get("min_checkpoint_period"), batch_size),
-        "reporting_period": {
-            "batches": 100 if scheduling_unit is None else scheduling_unit
-        },
+    values["training"] = {
+        "max_length": {"batches": length} if type(length) is int else length,
+        "validation_period": _period(config.get("min_validation_period")),
+        "checkpoint_period": _period(config.get("min_checkpoint_period")),
     }
+    reporting = config.get("scheduling_unit")
+    if reporting is not None:
+        values["training"]["reporting_period"] = {"batches": reporting}
     frequency = value_at(config, "optimizations.aggregation_frequency")
-    return {**values, "training": training, "aggregation_frequency": frequency}
+    values["aggregation_frequency"] = frequency
+    return values
 
 
-def in_their_words(problem: Problem) -> Problem:
-    """A problem of our form, with the key that Determined's form has for it."""
-    for ours, theirs in DETERMINEDS_KEYS.items():
-        if problem.key.startswith(ours):
-            text = problem.removeprefix(f"{problem.key}: ")
-            return Problem(problem.key.replace(ours, theirs), text)
-    return problem
-
-
-def _period(period: Any, batch_size: object) -> Any:
-    """A period of Determined's form, in batches or epochs; None for 0, which means
-    never.
-    """
+def _period(period: Any) -> Any:
+    """A period of Determined's form; None for 0, which means never."""
     is_never = isinstance(period, Mapping) and list(map(repr, period.values())) == ["0"]
-    return None if is_never else _in_batches(period, batch_size)
-
-
-def _in_batches(length: Any, batch_size: object) -> Any:
-    """Convert records to whole batches, at least one, in a length of Determined's form.
-
-    A length that cannot be converted stays as it is.
-    """
-    if not isinstance(length, Mapping) or length.keys() != {"records"}:
-        return length
-    records = length["records"]
-    if not all(
-        isinstance(number, int) and number > 0 for number in (records, batch_size)
-    ):
-        return length
-    return {"batches": max(records // batch_size, 1)}
+    return None if is_never else period

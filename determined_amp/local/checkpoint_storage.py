@@ -25,8 +25,8 @@ from determined import core
 from determined.common import storage
 
 from determined_amp.amp.plain_data import Metrics, Values
-from determined_amp.experiment.experiment import Searcher
 from determined_amp.experiment.failures import OF_A_DISK
+from determined_amp.experiment.sections import Searcher
 from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 

@@ -26,8 +26,9 @@ from determined_amp.amp.rehearse.precision_audit import (
 )
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import Precision
-from determined_amp.experiment.experiment import Experiment, indivisible_batch
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
+from determined_amp.experiment.sections import indivisible_batch
 from determined_amp.finder.found_scale import FoundScale
 from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState

@@ -23,8 +23,9 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.tensors import is_finite, numbered
 from determined_amp.amp.users_code import is_installed
-from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.machine import Machine
+from determined_amp.experiment.sections import CheckpointPolicy
 from determined_amp.local.checkpoint_storage import (
     BestValidation,
     LocalCheckpoints,

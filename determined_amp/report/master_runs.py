@@ -17,7 +17,7 @@ from determined.common.api import bindings
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import flat
-from determined_amp.experiment.experiment import with_power_of_two
+from determined_amp.experiment.hyperparameters import with_power_of_two
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.report.page import Written, write_files

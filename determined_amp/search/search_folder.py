@@ -18,8 +18,9 @@ from pathlib import Path
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import ranges, read_yaml
+from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.files import write_whole
+from determined_amp.experiment.hyperparameters import ranges
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.scale_score import (
     ScaleAdvice,

@@ -17,14 +17,10 @@ from determined_amp.amp.fields import Contradictions, read, setting
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.entrypoint import Task
-from determined_amp.experiment.experiment import (
-    TRIAL_SEED,
-    Experiment,
-    Searcher,
-    experiment_in,
-    with_power_of_two,
-)
+from determined_amp.experiment.experiment import Experiment, experiment_in
+from determined_amp.experiment.hyperparameters import TRIAL_SEED, with_power_of_two
 from determined_amp.experiment.score_check import check_score
+from determined_amp.experiment.sections import Searcher
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.runs.run import COMPARED
 from determined_amp.search.space import MOST_TRIALS, Space, read_space

@@ -10,15 +10,16 @@ from determined import pytorch
 
 from determined_amp.amp.errors import ConfigError, Problems
 from determined_amp.amp.plain_data import Config
-from determined_amp.experiment.experiment import (
+from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.failures import ending_the_program
+from determined_amp.experiment.hyperparameters import constants
+from determined_amp.experiment.misplaced import misplaced
+from determined_amp.experiment.overrides import for_test
+from determined_amp.experiment.sections import (
     CommonHyperparameters,
-    Experiment,
     Platform,
-    constants,
     read_sections,
 )
-from determined_amp.experiment.failures import ending_the_program
-from determined_amp.experiment.misplaced import misplaced
 from determined_amp.experiment.training import missing_length
 from determined_amp.trial.controller import safe_loop
 from determined_amp.trial.determined_private import (
@@ -84,13 +85,14 @@ def _settings(
     if experiment is not None:
         return experiment, experiment.platform
     config, given = sections(context)
-    hyperparameters = constants(given)
+    config = for_test({**config, "hyperparameters": constants(given)})
     # If there is a `MixedPrecision`, misplaced settings were looked for already.
     is_made = amp_of(context) is not None
     problems = Problems()
-    problems.extend(misplaced(config, {} if is_made else hyperparameters))
-    values = {**hyperparameters, "amp": None}
-    return read_sections(config, values, "experiment configuration", problems)
+    problems.extend(misplaced({**config, "hyperparameters": {}} if is_made else config))
+    without_amp = {**config["hyperparameters"], "amp": None}
+    own = {**config, "hyperparameters": without_amp}
+    return read_sections(own, "experiment configuration", problems)
 
 
 def _options(common: CommonHyperparameters, platform: Platform) -> Config:

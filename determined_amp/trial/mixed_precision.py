@@ -30,11 +30,12 @@ from determined_amp.amp.precision import (
     warn_of_slow_operations,
 )
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.experiment.experiment import Experiment, constants
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.failures import (
     ending_the_program,
     print_uncaught_user_errors,
 )
+from determined_amp.experiment.hyperparameters import constants
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.batches import Batches
 from determined_amp.trial.checkpoint import PortableCheckpoint
@@ -318,7 +319,7 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
 
 def _read_settings(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     _, hparams = sections(context)
-    elsewhere = list(misplaced({}, constants(hparams)))
+    elsewhere = list(misplaced({"hyperparameters": constants(hparams)}))
     if elsewhere:
         raise ConfigError("hyperparameters", elsewhere)
     if "amp" not in hparams:
