@@ -97,8 +97,7 @@ class TestRefusedResume:
         change = "hyperparameters.hidden_features=24"
         said = refusal("train", "--resume", str(run), "--config", change)
         assert ": size mismatch for " in said
-        changed = "hyperparameters.hidden_features changed from 16 to 24"
-        assert said.endswith(f" (1 of 3 problems); {changed}\n")
+        assert said.endswith(" (1 of 3 problems)\n")
         assert len(said) < 600
 
     @pytest.mark.parametrize(

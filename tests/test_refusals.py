@@ -6,7 +6,6 @@ Most are named before torch and the trial are imported, which takes seconds.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 
@@ -52,8 +51,6 @@ CHANGES = {
 BATCH_SIZE = "--config hyperparameters.global_batch_size=4"
 
 # Runs in a folder, the newest first.
-ABOVE = [f"above/{name}/1" for name in "cafedbg"]
-NEWEST = ", ".join(ABOVE[:5])
 
 # What each command says.
 SAID_AT_ONCE = {
@@ -118,22 +115,13 @@ SAID_AT_ONCE = {
     "train missing.yaml --config=name=": ["missing.yaml: cannot be read"],
     "check no/such.py --name ''": ["no/such.py: no such file"],
     "train": ["give an experiment YAML"],
-    # A folder that is not there, of another kind, or above others.
+    # A folder that is not there, or of another kind.
     "train --resume missing": ["missing: there is no such folder that can be read; "],
     "train --resume f32": ["f32: there is no such folder that can be read; did you m"],
     "train plain.yaml --resume missing": ["missing: there is no such folder"],
     "train --resume study": ["study: has study.db; type det-amp search --resume study"],
     "search --resume missing": ["missing: there is no such folder"],
     "search --resume fp32": ["fp32: has run.json; type det-amp train --resume fp32"],
-    "search --resume above": [
-        "the newest of 1: above/s; type det-amp search --resume above/s"
-    ],
-    "report .": [
-        ".: has no run.json or study.db; below it, the newest of 4: ",
-        "; type det-amp report ",
-    ],
-    "report study/trials": ["type det-amp report study/trials/0000"],
-    "report above": [f"; below it, the newest of 8: {NEWEST}; type det-amp report a"],
     "report empty": ["empty: has no run.json or study.db; allowed: a run folder"],
     # A name that is as good as another.
     "train plan.yaml": ["; did you mean plain.yaml?"],
@@ -303,10 +291,6 @@ def write_files(folder):
     for name in ("fp32", "amp_fp16"):
         write_run(folder / name, name, 1)
     write_study(folder / "study", [(2.0**16, scored(16))])
-    for age, name in enumerate(ABOVE):
-        record = write_run(folder / name, "fp32", 1) / "run.json"
-        os.utime(record, (2e9 - age, 2e9 - age))
-    write_study(folder / "above" / "s", [(2.0**16, scored(16))])
     (folder / "empty").mkdir()
     (folder / "empty" / "deeper.yaml").write_text("a: 1\n")
 

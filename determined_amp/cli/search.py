@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
 
     if options.resume:
         files, what = (STUDY_FILE, SEARCH_FILE), "a search, runs/NAME/TIME"
-        check_folder(options.resume, files, "det-amp search --resume", what)
+        check_folder(options.resume, files, what)
         plan = SearchPlan(read_config(options.resume), str(options.resume))
     else:
         config = with_trial(configuration_of(options), options.trial)

@@ -63,7 +63,7 @@ def run(options: Namespace) -> int:
         from determined_amp.runs.folder import RUN_FILE, check_folder  # noqa: PLC0415
 
         what = "a run folder, runs/NAME/TIME"
-        check_folder(options.resume, [RUN_FILE], "det-amp train --resume", what)
+        check_folder(options.resume, [RUN_FILE], what)
         options.config = options.config or str(options.resume / "config.yaml")
     return _train_here(options, experiment_of(options))
 

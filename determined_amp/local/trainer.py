@@ -45,9 +45,8 @@ from determined_amp.local.processes import (
     on_stop_signals,
     process_group,
 )
-from determined_amp.runs.folder import RunFolder, read_metrics, read_record
-from determined_amp.runs.run import RunState, changes_between
-from determined_amp.trial.checkpoint import CheckpointError
+from determined_amp.runs.folder import RunFolder, read_metrics
+from determined_amp.runs.run import RunState
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import (
     LocalTrainContext,
@@ -317,14 +316,6 @@ def _fit(
                 latest_checkpoint=resume.checkpoint or None,
                 checkpoint_policy=policy,
             )
-        except CheckpointError as error:
-            # A changed hyperparameter may be the cause.
-            before = read_record(folder.path).settings
-            changes = changes_between(before, experiment.settings)
-            ours = [
-                change for change in changes if change.startswith("hyperparameters.")
-            ]
-            raise type(error)("; ".join([str(error), *ours])) from error
         except SystemExit as left:
             if stop.asked is None:
                 raise

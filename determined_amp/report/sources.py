@@ -34,7 +34,7 @@ def read_source(source: str) -> Search:
     path = Path(source)
     if is_experiment(source):
         return read_experiment(int(source))
-    check_folder(path, (RUN_FILE, STUDY_FILE), "det-amp report", _ALLOWED)
+    check_folder(path, (RUN_FILE, STUDY_FILE), _ALLOWED)
     try:
         if (path / STUDY_FILE).exists():
             return read_search(path)

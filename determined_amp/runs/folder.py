@@ -32,7 +32,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,6 @@ _RESUMES = {
     RUN_FILE: "det-amp train --resume",
     STUDY_FILE: "det-amp search --resume",
 }
-
-# A message names at most this many folders.
-_MOST_NAMED = 5
 
 
 @contextmanager
@@ -195,41 +191,27 @@ class RunFolder:
         write_whole(self.metrics, "".join(kept))
 
 
-def check_folder(folder: Path, files: Sequence[str], command: str, what: str) -> None:
+def check_folder(folder: Path, files: Sequence[str], what: str) -> None:
     """Check that a folder belongs to a run, or to a search.
 
     Args:
         folder: What the user has given.
         files: The files of which it must have one, such as `RUN_FILE`.
-        command: What the user types before the folder.
         what: What is allowed.
 
     Raises:
-        UserError: if the folder has none of the files. The message names a command or
-            other folders that the user may mean.
+        UserError: if the folder has none of the files. The message names the command
+            for a folder of the other kind.
     """
     if any(os.path.exists(folder / file) for file in files):
         return
     for file, instead in _RESUMES.items():
         if os.path.exists(folder / file):
             raise UserError(f"{folder}: has {file}; type {instead} {folder}")
+    missing = f"has no {' or '.join(files)}"
     if not os.path.isdir(folder):
-        near = near_path(folder)
-        raise UserError(
-            f"{folder}: there is no such folder that can be read{near}; allowed: {what}"
-        )
-    missing = f"{folder}: has no {' or '.join(files)}"
-    below = chain(folder.glob("*/*"), folder.glob("*/*/*"))
-    found = [path for path in below if path.name in files]
-    if not found:
-        raise UserError(f"{missing}; allowed: {what}")
-    found.sort(key=os.path.getmtime, reverse=True)
-    folders = [*dict.fromkeys(str(path.parent) for path in found)]
-    newest = ", ".join(folders[:_MOST_NAMED])
-    raise UserError(
-        f"{missing}; below it, the newest of {len(folders)}: {newest}; type {command} "
-        f"{folders[0]}"
-    )
+        missing = f"there is no such folder that can be read{near_path(folder)}"
+    raise UserError(f"{folder}: {missing}; allowed: {what}")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
