@@ -109,8 +109,8 @@ def task_without_trial() -> Iterator[tuple[Values, core.Context]]:
         UserError: if the task has several slots.
     """
     info = task_info()
-    if _has_several_slots(info):
-        slots = max(len(info.slot_ids), 1) * len(info.container_addrs)
+    slots = _slots_of(info)
+    if slots > 1:
         raise UserError(
             f"resources.slots_per_trial: got {slots}; allowed: 1 for compare and "
             "check, whose runs are single processes"
@@ -135,8 +135,8 @@ def leave_answer(
     train.report_progress(1.0)
 
 
-def _has_several_slots(info: det.ClusterInfo) -> bool:
-    return len(info.slot_ids) > 1 or len(info.container_addrs) > 1
+def _slots_of(info: det.ClusterInfo) -> int:
+    return max(len(info.slot_ids), 1) * len(info.container_addrs)
 
 
 def start_ranks(command: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def start_ranks(command: Sequence[str]) -> None:
     function returns. Call it after checking the configuration, so that mistakes are
     reported once and without the launcher's traceback.
     """
-    if not _has_several_slots(task_info()) or "RANK" in os.environ:
+    if _slots_of(task_info()) == 1 or "RANK" in os.environ:
         return
     rank = [sys.executable, "-m", "determined_amp", *command]
     launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]

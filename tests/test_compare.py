@@ -3,7 +3,6 @@ them.
 """
 
 import contextlib
-import dataclasses
 import io
 import json
 import math
@@ -357,10 +356,8 @@ def test_plan_beyond_the_minutes_says_so_and_what_to_type(seconds, *, shorter):
     made = ComparisonPlan(40, 5, 3, seconds, allowed=180.0)
     said = "\n".join(plan.plan_lines(results, made))
     assert ("that is more than the 3 min of --minutes; shorter: " in said) is shorter
-    for option in ("--precisions fp32 amp_bf16", "--seeds 2", "--batches 20"):
-        assert (f"`{option}`" in said) is shorter
-    fewest = dataclasses.replace(made, seeds=2)
-    assert "--seeds" not in "\n".join(plan.plan_lines(results, fewest))
+    for option in ("--precisions", "--seeds", "--batches 20"):
+        assert (option in said) is shorter
 
 
 @pytest.mark.parametrize("is_cut_short", [True, False])

@@ -31,7 +31,6 @@ from determined_amp.cli.options import (
     positive,
 )
 from determined_amp.experiment.failures import is_task
-from determined_amp.experiment.files import near_path
 from determined_amp.search.server import start_server
 
 if TYPE_CHECKING:
@@ -166,8 +165,7 @@ def _refuse_script(options: Namespace) -> None:
         )
     file = Path(options.config)
     if not file.is_file():
-        near = near_path(file)
-        raise UserError(f"{file}: no such file{near}; allowed: a script that trains")
+        raise UserError(f"{file}: no such file; allowed: a script that trains")
 
 
 def _shared(options: Namespace) -> str:

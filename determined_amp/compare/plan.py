@@ -87,17 +87,7 @@ def plan_lines(results: PilotResults, plan: ComparisonPlan) -> Iterator[str]:
     if plan.seconds > plan.allowed:
         yield (
             f"  that is more than the {minutes(plan.allowed)} of --minutes; shorter: "
-            f"{' or '.join(_shorter(names, plan))}; Ctrl-C reports what is finished"
+            "fewer --precisions or --seeds, --batches "
+            f"{LEAST_BATCHES}, or a smaller batch or model by --config; Ctrl-C reports "
+            "what is finished"
         )
-
-
-def _shorter(names: list[str], plan: ComparisonPlan) -> Iterator[str]:
-    """Options that make a plan shorter."""
-    if len(names) > 2:
-        faster = [name for name in names if name != Precision.AMP_FP16.value]
-        yield f"`--precisions {' '.join(faster[:1] + faster[-1:])}`"
-    if plan.seeds > 2:
-        yield "`--seeds 2`"
-    if plan.batches > LEAST_BATCHES:
-        yield f"`--batches {LEAST_BATCHES}`"
-    yield "a smaller batch or model by `--config`"

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from determined_amp.amp.errors import nearest
-
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a file in one step. A kill leaves the old content or the new one."""
@@ -37,21 +35,3 @@ def _write(path: Path, content: bytes) -> None:
         # An error on an open file names no file.
         error.filename = error.filename or str(path)
         raise
-
-
-def near_path(path: Path) -> str:
-    """Ask whether the user meant another path, because this one does not exist.
-
-    The other path has the same name one folder further down, or a near name in the same
-    folder. The question is empty if there is no such path.
-    """
-    try:
-        beside = sorted(path.parent.iterdir())
-    except OSError:
-        return ""
-    below = [*filter(os.path.exists, (each / path.name for each in beside))]
-    if below:
-        return f"; did you mean {below[-1]}?"
-    alike = [each for each in beside if each.suffix == path.suffix and each != path]
-    near = nearest(path.name, [each.name for each in alike])
-    return f"; did you mean {path.with_name(near)}?" if near else ""

@@ -12,7 +12,6 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from determined_amp.amp.errors import ConfigError, one_line
-from determined_amp.experiment.files import near_path
 
 
 def load_yaml(text: str, source: str) -> Any:
@@ -71,9 +70,7 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError)
-        near = near_path(Path(path)) if is_missing else ""
-        why = f"cannot be read: {error.strerror}{near}"
+        why = f"cannot be read: {error.strerror}"
         raise ConfigError(str(path), [why]) from error
     except ValueError as error:  # not UTF-8, or a path with a NUL
         raise ConfigError(

@@ -38,7 +38,7 @@ from typing import Any
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.experiment.files import near_path, write_whole
+from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Part, Run, RunState
@@ -210,7 +210,7 @@ def check_folder(folder: Path, files: Sequence[str], what: str) -> None:
             raise UserError(f"{folder}: has {file}; type {instead} {folder}")
     missing = f"has no {' or '.join(files)}"
     if not os.path.isdir(folder):
-        missing = f"there is no such folder that can be read{near_path(folder)}"
+        missing = "there is no such folder that can be read"
     raise UserError(f"{folder}: {missing}; allowed: {what}")
 
 

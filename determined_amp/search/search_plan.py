@@ -203,17 +203,6 @@ def read_searcher(raw: object, problems: list[Problem]) -> GridSearcher | None:
         near = near_name(name, _METHODS, f"; allowed: {', '.join(_METHODS)}")
         problems.append(Problem("searcher.name", f"got {name}{near}"))
         return None
-    length, has_new_form = section.get("max_length"), {"time_metric", "max_time"}
-    if name == "adaptive_asha" and length and has_new_form.isdisjoint(section):
-        theirs = length if isinstance(length, Mapping) else {"batches": length}
-        unit, count = next(iter(theirs.items()))
-        section = {**section, "time_metric": unit, "max_time": count}
-        text = (
-            f"got {length}, the old form of the longest time of a trial, which a "
-            "master refuses alone; allowed beside it: searcher.time_metric: "
-            f"{unit} and searcher.max_time: {count}"
-        )
-        problems.append(Problem("searcher.max_length", text))
     return read(_METHODS[name], section, "searcher", problems)
 
 
