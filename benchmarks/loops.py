@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from benchmarks.turns import BATCHES_PER_ROUND, Turns
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.open_trial import throwaway_core_context, trial_context
+from determined_amp.local.open_trial import core_context_of, trial_context
 from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.make import trial_of
@@ -106,7 +108,10 @@ class NoReports(core.DummyTrainContext):
 @contextmanager
 def context_of(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
     """A Determined context, with seeds set, that drops reports and leaves no files."""
-    with throwaway_core_context(reports=NoReports) as core_context:
+    with (
+        TemporaryDirectory() as folder,
+        core_context_of(NoReports(Path(folder)), Path(folder)) as core_context,
+    ):
         yield trial_context(core_context, experiment)
 
 

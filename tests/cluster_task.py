@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import determined as det
 import torch
 from determined import core, pytorch
-from determined.common import storage
 
-from determined_amp.local.open_trial import throwaway_core_context
+from determined_amp.local.open_trial import core_context_of
 from determined_amp.trial import controller, notes
 
 
@@ -118,12 +117,7 @@ def start_task(
             raise ValueError(
                 "you must provide a valid DistributedContext for a multi-slot task"
             )
-        with throwaway_core_context() as core_context:
-            core_context.train = master
-            core_context.checkpoint = core.DummyCheckpointContext(
-                core_context.distributed,
-                storage.SharedFSStorageManager(str(folder / "checkpoints")),
-            )
+        with core_context_of(master, folder / "checkpoints") as core_context:
             yield core_context
 
     @contextmanager

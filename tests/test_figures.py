@@ -5,7 +5,7 @@ import pytest
 
 from determined_amp.report.page import Panel, as_png, draw_panels
 from determined_amp.report.precision_report import change_panels
-from tests.precisions import CPU, LOST, comparison_of, run, seeds
+from tests.precisions import CPU, comparison_of, run, seeds
 
 
 def numbers(values):
@@ -44,15 +44,6 @@ def test_change_of_a_precision_has_its_interval_over_the_margin():
     assert name == "amp_bf16\n- fp32:\nbetter"
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        # without memory and intervals
-        [run(precision, device=CPU) for precision in ("fp32", "amp_bf16")],
-        # without another precision
-        [run("fp32"), run("amp_fp16", last_batch=60, end=LOST)],
-    ],
-)
-def test_comparison_that_tells_little_is_drawn(runs):
-    found = comparison_of(*runs)
+def test_comparison_without_memory_and_intervals_is_drawn():
+    found = comparison_of(*(run(name, device=CPU) for name in ("fp32", "amp_bf16")))
     assert as_png(draw_panels(change_panels(found.pairs, found.metric)))

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import UserError
@@ -94,8 +93,6 @@ def test_answer_that_cannot_be_written_is_a_sentence(workplace, refusal):
 
 def test_page_shows_tags_and_bars_as_text(tmp_path):
     parts: Any = {
-        "figure": Figure(),
-        "caption": "",
         "table": [[("a", "x | y\nz")]],
         "record": {},
     }

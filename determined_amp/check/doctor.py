@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import torch
 from determined import core, pytorch, util
-from determined.common import storage
 from torch.utils.data import DataLoader
 
 from determined_amp.amp.errors import UserError, one_line
@@ -40,7 +39,7 @@ from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in
 from determined_amp.check.two_scales import ScaleComparison, WaitingRuns
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.local.open_trial import trial_context
+from determined_amp.local.open_trial import core_context_of, trial_context
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import (
@@ -207,7 +206,7 @@ def _train_again(probe: Probe) -> None:
     """Train without a recorder that watches, and with a folder of its own."""
     with TemporaryDirectory(dir=probe.folder) as folder:
         again = replace(probe, folder=Path(folder))
-        with _core_context(again.folder) as core_context:
+        with _core_context(again) as core_context:
             _train(again, Recorder(()), core_context)
 
 
@@ -225,7 +224,7 @@ def run_here(probe: Probe) -> Record:
         with (
             recorder.watching(),
             patched(util, "write_user_code", lambda *given: None),
-            _core_context(probe.folder) as core_context,
+            _core_context(probe) as core_context,
         ):
             _train(probe, recorder, core_context)
     except BaseException as error:  # Determined has errors that are no `Exception`
@@ -266,15 +265,9 @@ def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None
         )
 
 
-def _core_context(folder: Path) -> core.Context:
-    """A context of one process that writes everything to a folder."""
-    alone = core.DummyDistributedContext()
-    checkpoints = storage.SharedFSStorageManager(str(folder))
-    return core.Context(
-        checkpoint=core.DummyCheckpointContext(alone, checkpoints),
-        distributed=alone,
-        train=core.DummyTrainContext(folder / "tensorboard"),
-    )
+def _core_context(probe: Probe) -> core.Context:
+    reports = core.DummyTrainContext(probe.folder / "tensorboard")
+    return core_context_of(reports, probe.folder)
 
 
 class ExaminedController(SafeController):

@@ -78,6 +78,11 @@ class BestValidation:
         return self.batches == batches
 
 
+def storage_in(folder: Path) -> storage.StorageManager:
+    """Determined's storage of checkpoints, in a folder."""
+    return storage.SharedFSStorageManager(str(folder.absolute()))
+
+
 class LocalCheckpoints(core.DummyCheckpointContext):
     """Determined's checkpoint storage, in one folder on this machine.
 
@@ -87,8 +92,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     Args:
         distributed: The processes of this run.
         folder: The folder of the checkpoints.
-        is_best: Whether the validation after a number of batches is the best so far;
-            None if nothing is saved.
+        is_best: Whether the validation after a number of batches is the best so far.
 
     Attributes:
         finite: Whether all weights are finite. The controller sets it in every save.
@@ -98,15 +102,14 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self,
         distributed: core.DistributedContext,
         folder: Path,
-        is_best: Callable[[int], bool] | None,
+        is_best: Callable[[int], bool],
     ) -> None:
         self._folder = folder.absolute()
-        super().__init__(distributed, storage.SharedFSStorageManager(str(self._folder)))
+        super().__init__(distributed, storage_in(folder))
         self._is_best = is_best
         self.finite = True
-        if is_best is not None:
-            for leftover in self._folder.glob(".batch-*"):  # of a killed process
-                shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self._folder.glob(".batch-*"):  # of a killed process
+            shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
     def store_path(
@@ -114,7 +117,6 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     ) -> Iterator[tuple[Path, str]]:
         """Replaces Determined's method. The loop calls it on the chief, not sharded."""
         assert metadata is not None
-        assert self._is_best is not None
         metadata["best"] = self._is_best(metadata["steps_completed"])
         name = checkpoint_name(metadata["steps_completed"])
         final, partial = self._folder / name, self._folder / f".{name}.partial"

@@ -30,7 +30,7 @@ from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.sections import indivisible_batch
 from determined_amp.finder.found_scale import FoundScale
-from determined_amp.local.checkpoint_storage import DiskError, LocalCheckpoints, Resume
+from determined_amp.local.checkpoint_storage import DiskError, Resume, storage_in
 from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
@@ -148,13 +148,14 @@ def open_trial(
         CheckpointError: if there is no checkpoint.
     """
     experiment = experiment.with_trial()
-    folder = checkpoint and _checkpoint_folder(checkpoint)
-    name = folder.name if folder else None
-    stored = throwaway_core_context(folder.parent if folder else None)
-    with stored as core_context, around_a_trial():
-        context = trial_context(core_context, experiment)
-        trial = trial_of(experiment, context)
-        yield OpenTrial(trial, context, experiment, name)
+    saved = checkpoint and _checkpoint_folder(checkpoint)
+    with TemporaryDirectory() as folder:
+        reports = core.DummyTrainContext(Path(folder))
+        core_context = core_context_of(reports, saved.parent if saved else Path(folder))
+        with core_context, around_a_trial():
+            context = trial_context(core_context, experiment)
+            trial = trial_of(experiment, context)
+            yield OpenTrial(trial, context, experiment, saved.name if saved else None)
 
 
 def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
@@ -186,27 +187,19 @@ def audit_here(experiment: Experiment) -> tuple[Audit, Precision | None]:
             return error.audit, None
 
 
-@contextmanager
-def throwaway_core_context(
-    checkpoints: Path | None = None,
-    reports: type[core.DummyTrainContext] = core.DummyTrainContext,
-) -> Iterator[core.Context]:
-    """A core context of one process, with temporary files only.
+def core_context_of(train: core.TrainContext, checkpoints: Path) -> core.Context:
+    """A core context of one process.
 
     Args:
-        checkpoints: Folder to restore checkpoints from.
-        reports: Class that takes the reports.
+        train: It takes the reports.
+        checkpoints: The folder of the checkpoints.
     """
-    processes = core.DummyDistributedContext()
-    with TemporaryDirectory() as folder:
-        place = checkpoints or Path(folder)
-        core_context = core.Context(
-            checkpoint=LocalCheckpoints(processes, place, None),
-            distributed=processes,
-            train=reports(Path(folder)),
-        )
-        with core_context:
-            yield core_context
+    alone = core.DummyDistributedContext()
+    return core.Context(
+        checkpoint=core.DummyCheckpointContext(alone, storage_in(checkpoints)),
+        distributed=alone,
+        train=train,
+    )
 
 
 def _checkpoint_folder(path: Path) -> Path:

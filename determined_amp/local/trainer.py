@@ -30,6 +30,7 @@ from determined_amp.local.checkpoint_storage import (
     BestValidation,
     LocalCheckpoints,
     Resume,
+    storage_in,
     translating_disk_errors,
 )
 from determined_amp.local.display import Display
@@ -283,13 +284,14 @@ def _fit(
     stop: StopOnSignal,
 ) -> None:
     """Train in this process. Only the chief has a `run`, which writes the folder."""
+    processes, saved = stop.processes, folder.checkpoints
+    if run is None:
+        checkpoints = core.DummyCheckpointContext(processes, storage_in(saved))
+    else:
+        checkpoints = LocalCheckpoints(processes, saved, run.best.is_after)
     core_context = core.Context(
-        checkpoint=LocalCheckpoints(
-            stop.processes,
-            folder.checkpoints,
-            None if run is None else run.best.is_after,
-        ),
-        distributed=stop.processes,
+        checkpoint=checkpoints,
+        distributed=processes,
         preempt=stop,
         train=run or core.DummyTrainContext(folder.tensorboard),
     )

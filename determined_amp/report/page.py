@@ -1,4 +1,4 @@
-"""Writes a report: its text in Markdown, its picture as PNG, and its numbers as JSON.
+"""Writes a report: its text in Markdown, its numbers as JSON, and a picture as PNG.
 
 The pictures use the palette of Okabe and Ito, whose colours people with any colour
 vision can tell apart.
@@ -74,8 +74,8 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
     """Draw some panels side by side."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 3.0), layout="constrained")
-        places = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
-        for axes, panel in zip(places, panels, strict=False):
+        places = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, panel in zip(places, panels, strict=True):
             _draw(axes, panel)
         return figure
 
@@ -97,7 +97,7 @@ class Written:
     """A report that was written."""
 
     text: str  # the answer, the lines to paste, and all sentences
-    files: Sequence[Path]  # the PNG, Markdown and JSON files
+    files: Sequence[Path]  # Markdown, JSON, and a picture if there is one
 
 
 def write_page(
@@ -107,11 +107,11 @@ def write_page(
     answer: str,
     yaml: str,
     sentences: Sequence[str],
-    figure: Figure,
-    caption: str,
     table: Table,
     origin: str,
     record: Values,
+    panels: Sequence[Panel] = (),
+    caption: str = "",
 ) -> Written:
     """Write the files of a report into a folder, see `write_files`.
 
@@ -121,15 +121,15 @@ def write_page(
         answer: The first line.
         yaml: Lines to paste; may be empty.
         sentences: All sentences besides the answer.
-        figure: The picture.
-        caption: The text below it.
         table: The numbers.
         origin: What the numbers were measured on, and how.
         record: Further values for the JSON. Numbers that are not finite become null.
+        panels: The panels of the picture; without them there is none.
+        caption: The text below the picture.
     """
     items = "\n".join(f"* {sentence}" for sentence in sentences)
     paste = f"```yaml\n{yaml}\n```" if yaml else ""
-    image = f"![{caption}]({name}.png)"
+    image = f"![{caption}]({name}.png)" if panels else ""
     numbers = _markdown(table)
     page = _paragraphs(f"# {answer}", paste, items, image, numbers, origin)
     # A name that looks like an HTML tag must stay visible.
@@ -137,10 +137,11 @@ def write_page(
     rows = [dict(row) for row in table]
     told = {"answer": answer, "sentences": sentences, "table": rows}
     files = {
-        folder / f"{name}.png": as_png(figure),
         folder / f"{name}.md": f"{page}\n".encode(),
         folder / f"{name}.json": _json({**told, **record}).encode(),
     }
+    if panels:
+        files[folder / f"{name}.png"] = as_png(draw_panels(panels))
     write_files(folder, files)
     return Written(_paragraphs(answer, yaml, items), list(files))
 

@@ -25,7 +25,6 @@ from determined_amp.report.page import (
     Panel,
     Table,
     Written,
-    draw_panels,
     write_page,
 )
 from determined_amp.report.precision_runs import Pair, PrecisionRuns, counted, speed_of
@@ -56,7 +55,7 @@ def write_precision_report(comparison: Comparison, folder: Path) -> Written:
         answer=answer.text,
         yaml=yaml_of(comparison, answer),
         sentences=list(precision_sentences(comparison)),
-        figure=draw_panels(change_panels(comparison.pairs, comparison.metric)),
+        panels=change_panels(comparison.pairs, comparison.metric),
         caption=_CAPTION,
         table=precision_table(comparison),
         origin=_method(comparison),

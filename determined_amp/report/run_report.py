@@ -11,7 +11,6 @@ from determined_amp.report.page import (
     Row,
     Table,
     Written,
-    draw_panels,
     spread_text,
     write_page,
 )
@@ -35,7 +34,7 @@ def write_run_report(run: Run, folder: Path) -> Written:
         answer=_answer(run),
         yaml="",
         sentences=list(run_sentences(run)),
-        figure=draw_panels(panels),
+        panels=panels,
         caption=_CAPTION,
         table=_validations(run),
         origin=f"{run.name}; on {run.machine.device}, torch {run.machine.torch}.",

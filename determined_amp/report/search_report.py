@@ -14,7 +14,6 @@ from determined_amp.report.page import (
     Row,
     Table,
     Written,
-    draw_panels,
     write_page,
 )
 from determined_amp.runs.run import shown_setting
@@ -45,7 +44,7 @@ def write_search_report(search: Search, folder: Path) -> Written:
         answer=answer,
         yaml=yaml,
         sentences=list(_sentences(search)),
-        figure=draw_panels(panels_of(search)[:_MOST_PANELS]),
+        panels=panels_of(search)[:_MOST_PANELS],
         caption=_CAPTION,
         table=_trials(search),
         origin=_origin(search),
