@@ -34,6 +34,7 @@ from determined_amp.experiment.hyperparameters import TRIAL_SEED
 from determined_amp.experiment.score_check import check_score
 from determined_amp.finder.found_scale import FILE_NAME, FoundScale
 from determined_amp.local.open_trial import OpenTrial
+from determined_amp.runs.run import FAULTS
 from determined_amp.trial.determined_private import (
     average_by_default,
     checkpoint_context,
@@ -96,7 +97,7 @@ def check_task(trial: str | None, *, as_json: bool) -> None:
         findings = examine(experiment, print)
         faults = len(findings.faults)
         status = f"{faults} fault{'s' * (faults != 1)}"
-        leave_answer(core_context.train, status, 1, {"faults": faults}, faults=faults)
+        leave_answer(core_context.train, status, 1, {FAULTS: faults}, faults=faults)
     print(findings.to_json() if as_json else findings)
 
 

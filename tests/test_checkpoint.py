@@ -16,6 +16,7 @@ from determined import pytorch
 
 from determined_amp import ConfigError
 from determined_amp.local.checkpoint_storage import translating_disk_errors
+from determined_amp.local.ending import DiskError
 from determined_amp.trial.checkpoint import (
     CheckpointError,
     PortableCheckpoint,
@@ -275,7 +276,7 @@ class TestDisk:
         save(checkpoints, 4)
         told = "the run cannot go on.*: the checkpoints it may have are intact"
         with (
-            pytest.raises(CheckpointError, match=told) as raised,
+            pytest.raises(DiskError, match=told) as raised,
             translating_disk_errors(tmp_path),
             checkpoints.store_path({"steps_completed": 8}),
         ):

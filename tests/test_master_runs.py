@@ -151,8 +151,17 @@ def test_address_without_a_master_is_a_sentence_that_repeats_no_password(
     assert "hush" not in str(refused.value)
 
 
-FIND = "python3 -m determined_amp find --batches 4"
 CHECK = "python3 -m determined_amp check --trial model_def:MyTrial"
+
+
+def test_report_of_a_check_says_how_many_faults_it_found(master, tmp_path, capsys):
+    changes = ["searcher.name=single", f"entrypoint={CHECK}"]
+    master.config = with_overrides(master.config, changes)
+    master.trials = [trial(11, 65536)]
+    found = report(11, 1, "validation", {"faults": 1})
+    master.reports = {"validation": [found], "training": []}
+    assert door.run(["report", "7", "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("check found 1 fault\n")
 
 
 @pytest.mark.parametrize(

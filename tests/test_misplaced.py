@@ -245,6 +245,18 @@ def test_script_of_the_users_own_is_told_of_a_missing_length():
         fit(Stranger(context), context)
 
 
+def test_script_of_the_users_own_trains_one_batch_in_determineds_test_mode(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
+    )
+    hparams = {"training": {"max_length": {"batches": 8}}}
+    made = {"description": "[test-mode] own", "scheduling_unit": 1}
+    with pytorch.init(hparams=hparams, exp_conf=made) as context:
+        fit(Stranger(context), context)
+    assert given["max_length"].value == given["reporting_period"].value == 1
+
+
 @pytest.mark.parametrize(
     ("section", "first", "last"),
     [

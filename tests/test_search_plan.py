@@ -11,9 +11,9 @@ import pytest
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.dotted import flat, put
-from determined_amp.experiment.entrypoint import Task
+from determined_amp.experiment.entrypoint import Task, with_trial
 from determined_amp.experiment.experiment import experiment_in
-from determined_amp.experiment.overrides import with_overrides, with_trial
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_folder import Search
 from determined_amp.search.search_plan import (
     AshaSearcher,

@@ -58,7 +58,7 @@ def run(options: Namespace) -> int:
         options.parser.error(
             "--resume continues the search unchanged: leave --config and --trial out"
         )
-    from determined_amp.experiment.overrides import with_trial  # noqa: PLC0415
+    from determined_amp.experiment.entrypoint import with_trial  # noqa: PLC0415
     from determined_amp.runs.folder import STUDY_FILE, check_folder  # noqa: PLC0415
     from determined_amp.search.search_folder import SEARCH_FILE, read_config  # noqa: PLC0415
     from determined_amp.search.search_plan import SearchPlan  # noqa: PLC0415  # Optuna

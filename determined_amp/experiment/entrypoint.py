@@ -1,4 +1,4 @@
-"""Reads the entrypoint of an experiment: a command of this library, or a class."""
+"""What an experiment runs: a command of this library, or a class; and which trial."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from itertools import pairwise
 from typing import TypeGuard
 
 from determined_amp.amp.errors import Problem
+from determined_amp.amp.plain_data import Config
+from determined_amp.experiment.dotted import value_at
 
 # The default and the limit of `--batches` for `score` and `find`. All batches are in
 # memory at once, and a few are enough.
@@ -84,3 +86,32 @@ def _batches(text: str | None, problems: list[Problem]) -> int:
     allowed = f"an integer from 1 to {MOST_BATCHES}"
     problems.append(Problem("--batches", f"got {text!r}; allowed: {allowed}"))
     return BATCHES
+
+
+def named_trial(config: Config) -> tuple[str, str]:
+    """The import path of the trial that a configuration names, and the key that has it.
+
+    It is the `--trial` of an entrypoint, else `hyperparameters.trial`, else an
+    entrypoint of that form. If nothing names a trial, both are empty.
+    """
+    entrypoint = config.get("entrypoint")
+    if in_entrypoint := Task.of(entrypoint, []).trial:
+        return in_entrypoint, "entrypoint"
+    name = value_at(config, "hyperparameters.trial")
+    if isinstance(name, str):
+        return name, "hyperparameters.trial"
+    return (entrypoint, "entrypoint") if is_class(entrypoint) else ("", "")
+
+
+def with_trial(config: Config, trial: str | None) -> Config:
+    """A configuration that names this trial; None changes nothing.
+
+    A command of this library stays the entrypoint; any other becomes `train`.
+    """
+    if trial is None or named_trial(config)[0] == trial:
+        return config
+    entrypoint = config.get("entrypoint")
+    stays = Task.of(entrypoint, []).verb and not is_class(entrypoint)
+    start = entrypoint if stays else TRAIN
+    words = shlex.join(start) if isinstance(start, list) else start
+    return {**config, "entrypoint": f"{words} --trial {shlex.quote(trial)}"}

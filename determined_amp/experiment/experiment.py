@@ -33,18 +33,14 @@ from determined_amp.amp.fields import (
 )
 from determined_amp.amp.plain_data import Config, Values
 from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.entrypoint import named_trial, with_trial
 from determined_amp.experiment.hyperparameters import (
     TRIAL_SEED,
     constants,
     with_power_of_two,
 )
 from determined_amp.experiment.misplaced import misplaced, of_the_trial
-from determined_amp.experiment.overrides import (
-    for_test,
-    named_trial,
-    with_overrides,
-    with_trial,
-)
+from determined_amp.experiment.overrides import for_test, with_overrides
 from determined_amp.experiment.sections import (
     CommonHyperparameters,
     Platform,

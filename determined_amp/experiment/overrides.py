@@ -1,16 +1,14 @@
-"""Changes a configuration by the options `--config`, `--trial` and `--precision`."""
+"""Changes a configuration by the options `--config`, `--precision` and `--test`."""
 
 from __future__ import annotations
 
 import copy
 import re
-import shlex
 from collections.abc import Sequence
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.plain_data import Config, Values
-from determined_amp.experiment.dotted import put, value_at
-from determined_amp.experiment.entrypoint import TRAIN, Task, is_class
+from determined_amp.experiment.dotted import put
 from determined_amp.experiment.training import (
     LENGTH_UNITS,
     WITHOUT_EFFECT,
@@ -55,35 +53,6 @@ def with_overrides(
         except TypeError as error:
             raise ConfigError(option, [Problem(key, str(error))]) from error
     return changed
-
-
-def named_trial(config: Config) -> tuple[str, str]:
-    """The import path of the trial that a configuration names, and the key that has it.
-
-    It is the `--trial` of an entrypoint, else `hyperparameters.trial`, else an
-    entrypoint of that form. If nothing names a trial, both are empty.
-    """
-    entrypoint = config.get("entrypoint")
-    if in_entrypoint := Task.of(entrypoint, []).trial:
-        return in_entrypoint, "entrypoint"
-    name = value_at(config, "hyperparameters.trial")
-    if isinstance(name, str):
-        return name, "hyperparameters.trial"
-    return (entrypoint, "entrypoint") if is_class(entrypoint) else ("", "")
-
-
-def with_trial(config: Config, trial: str | None) -> Config:
-    """A configuration that names this trial; None changes nothing.
-
-    A command of this library stays the entrypoint; any other becomes `train`.
-    """
-    if trial is None or named_trial(config)[0] == trial:
-        return config
-    entrypoint = config.get("entrypoint")
-    stays = Task.of(entrypoint, []).verb and not is_class(entrypoint)
-    start = entrypoint if stays else TRAIN
-    words = shlex.join(start) if isinstance(start, list) else start
-    return {**config, "entrypoint": f"{words} --trial {shlex.quote(trial)}"}
 
 
 def in_precision(config: Config, precision: str | None) -> Config:

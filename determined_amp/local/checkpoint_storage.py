@@ -27,6 +27,7 @@ from determined.common import storage
 from determined_amp.amp.plain_data import Metrics, Values
 from determined_amp.experiment.failures import OF_A_DISK
 from determined_amp.experiment.sections import Searcher
+from determined_amp.local.ending import DiskError
 from determined_amp.runs.folder import complete_checkpoints
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 
@@ -34,10 +35,6 @@ logger = logging.getLogger(__name__)
 
 # The file with the counts of Determined's loop, and the metadata key of its checksum.
 _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
-
-
-class DiskError(CheckpointError):
-    """The disk is full or broken, so another trial would fail, too."""
 
 
 @contextmanager

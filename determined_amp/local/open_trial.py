@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from determined import core, pytorch
 
-from determined_amp.amp.errors import Problems, UserError
+from determined_amp.amp.errors import Problems
 from determined_amp.amp.plain_data import Metrics
 from determined_amp.amp.rehearse.precision_audit import (
     Audit,
@@ -30,8 +29,8 @@ from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.failures import faults_of_the_trial
 from determined_amp.experiment.sections import indivisible_batch
 from determined_amp.finder.found_scale import FoundScale
-from determined_amp.local.checkpoint_storage import DiskError, Resume, storage_in
-from determined_amp.runs.run import RunState
+from determined_amp.local.checkpoint_storage import Resume, storage_in
+from determined_amp.local.ending import InvalidTrialError
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_private import (
     amp_of,
@@ -39,12 +38,6 @@ from determined_amp.trial.determined_private import (
 )
 from determined_amp.trial.loss_scale import find_in_trial, in_training, score
 from determined_amp.trial.make import trial_of
-
-
-class InvalidTrialError(UserError):
-    """The hyperparameters of a trial cannot train. In a search this is a result, and
-    no failure.
-    """
 
 
 @contextmanager
@@ -62,18 +55,6 @@ def around_a_trial() -> Iterator[None]:
         raise InvalidTrialError(str(error)) from error
     finally:
         os.chdir(here)
-
-
-def outcome(error: BaseException) -> tuple[RunState, str]:
-    """The state and the reason of a run that an error ends."""
-    if isinstance(error, InvalidTrialError):
-        return RunState.INVALID, str(error)
-    if isinstance(error, DiskError):
-        return RunState.STOPPED, str(error)
-    if isinstance(error, UserError):
-        return RunState.FAILED, str(error)
-    (text, *_) = traceback.format_exception_only(error)
-    return RunState.FAILED, text.splitlines()[0]
 
 
 def trial_context(

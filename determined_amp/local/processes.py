@@ -16,6 +16,7 @@ from torch import distributed
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Values
+from determined_amp.local.ending import Ending
 from determined_amp.runs.run import RunState
 
 # Variables that torchrun sets in every process.
@@ -128,8 +129,7 @@ class StopOnSignal(core.DummyPreemptContext):
     Attributes:
         processes: The processes.
         goes_on: Asks the search; None without one.
-        asked: The state and the reason of the run if it stops at the next report; None
-            if it goes on.
+        asked: The ending of the run if it stops at the next report; None if it goes on.
         obeyed: Whether the loop has been told to stop.
     """
 
@@ -139,7 +139,7 @@ class StopOnSignal(core.DummyPreemptContext):
         super().__init__(processes)
         self.processes = processes
         self.goes_on = goes_on
-        self.asked: tuple[RunState, str] | None = None
+        self.asked: Ending | None = None
         self.obeyed = False
 
     def ask(self, line: Values) -> None:

@@ -34,12 +34,9 @@ from determined_amp.local.checkpoint_storage import (
     translating_disk_errors,
 )
 from determined_amp.local.display import Display
+from determined_amp.local.ending import Ending, ending
 from determined_amp.local.logs import Terminal, logging_to
-from determined_amp.local.open_trial import (
-    around_a_trial,
-    outcome,
-    trial_context,
-)
+from determined_amp.local.open_trial import around_a_trial, trial_context
 from determined_amp.local.processes import (
     GoesOn,
     StopOnSignal,
@@ -151,22 +148,18 @@ class LocalRun(LocalTrainContext):
         try:
             # A resume that fails before it trains does not change how the run ended.
             if not self._resumed or self._total:
-                self._folder.end(*self._ended(error))
+                self._folder.end(*ending(error, self._stopped(error)))
         finally:
             self.display.end(error, stopped=self._stop.obeyed)
 
-    def _ended(self, error: BaseException | None) -> tuple[RunState, str]:
-        asked = self._stop.asked or (RunState.STOPPED, "asked to stop")
-        if isinstance(error, KeyboardInterrupt):
-            return asked
-        if error is not None:
-            return outcome(error)
-        if self._stop.obeyed:
-            return asked
+    def _stopped(self, error: BaseException | None) -> Ending | None:
+        """The ending of this run if it was asked to stop."""
+        if self._stop.obeyed or isinstance(error, KeyboardInterrupt):
+            return self._stop.asked or (RunState.STOPPED, "asked to stop")
         # In a search, a trial that stops itself has completed.
         if self._batches < self._total and self._stop.goes_on is None:
             return RunState.STOPPED, "the trial asked to stop"
-        return RunState.COMPLETED, ""
+        return None
 
 
 class LocalController(SafeController):

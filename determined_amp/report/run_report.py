@@ -14,8 +14,16 @@ from determined_amp.report.page import (
     spread_text,
     write_page,
 )
+from determined_amp.report.precision_runs import counted
 from determined_amp.runs.folder import complete_checkpoints
-from determined_amp.runs.run import PRECISION, Run, RunState, curve_of, metric_of
+from determined_amp.runs.run import (
+    FAULTS,
+    PRECISION,
+    Run,
+    RunState,
+    curve_of,
+    metric_of,
+)
 
 _CAPTION = "A dot per report: the training loss, a validation metric, the loss scale."
 
@@ -43,11 +51,13 @@ def write_run_report(run: Run, folder: Path) -> Written:
 
 
 def _answer(run: Run) -> str:
-    """How the run ended, and its last metric."""
+    """How the run ended, and its last metric, or what `check` found."""
     precision = run.settings.get(PRECISION, "the trial's own precision")
     if run.reason:
         return f"{precision}: {run.state.value}: {run.reason}"
     end = f"{precision}: {run.state.value}, {run.training.batches} batches"
+    if FAULTS in run.metrics:
+        return f"check found {counted(int(run.metrics[FAULTS]), 'fault')}"
     metric = metric_of([run])
     value = run.metrics.get(metric)
     return end if value is None else f"{end}: {metric} {value:.4g}"

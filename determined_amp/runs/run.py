@@ -32,6 +32,7 @@ METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
+FAULTS = "faults"  # the metric of a run that examined its trial, see `check`
 # If a search varies the initial loss scale or the precision, `Run.hparams` has it under
 # these names.
 SCALE = "amp.init_scale"

@@ -26,8 +26,9 @@ from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.machine import Machine
 from determined_amp.finder.found_scale import FILE_NAME
 from determined_amp.local.checkpoint_storage import Resume, translating_disk_errors
+from determined_amp.local.ending import ending
 from determined_amp.local.logs import logging_to
-from determined_amp.local.open_trial import open_trial, outcome
+from determined_amp.local.open_trial import open_trial
 from determined_amp.local.processes import GoesOn
 from determined_amp.local.trainer import train
 from determined_amp.runs.folder import (
@@ -123,7 +124,7 @@ def _serve(
             with translating_disk_errors(job.folder.path):
                 _run(job, connection)
         except Exception as error:  # a failed trial must not end the search
-            job.folder.end(*outcome(error))
+            job.folder.end(*ending(error))
 
 
 def _share_machine(slot: int, workers: int) -> None:
