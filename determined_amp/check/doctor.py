@@ -237,7 +237,7 @@ def run_here(probe: Probe) -> Record:
 
 def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None:
     """Train a few batches, from the first run's checkpoint if the probe resumes."""
-    experiment = probe.experiment.with_trial()
+    experiment = probe.experiment.loaded()
     try:
         context = trial_context(core_context, experiment)
         trial = trial_of(experiment, context)

@@ -65,7 +65,7 @@ def compare(experiment: Experiment, request: ComparisonRequest) -> ComparisonEnd
     Raises:
         UserError: if the trial cannot be trained in fp32.
     """
-    experiment = experiment.with_trial()
+    experiment = experiment.loaded()
     # A search is checked more strictly than a run. Name its mistakes before the pilots.
     window = experiment.aggregation_frequency
     shortest = ComparisonPlan(window, window, request.seeds)

@@ -1,7 +1,7 @@
 """Reads any trial's experiment YAML, in either form, and names every mistake.
 
 `read_yaml` reads the file. `experiment_in` checks all that needs neither the trial nor
-torch, which takes seconds to import. `Experiment.with_trial` imports the trial, and
+torch, which takes seconds to import. `Experiment.loaded` imports the trial, and
 checks the sections that only its classes know.
 
 Determined 0.38.1 reads some keys only for its legacy entrypoints. They have no effect
@@ -75,7 +75,7 @@ class Experiment(CommonHyperparameters):
     Its fields are what the configuration says; `variant` makes another experiment. The
     properties follow from the fields. `factory`, `hparams`, `data`, `hyperparameters`
     and `resolved` import the trial on first use, and raise a `ConfigError` that names
-    every mistake. `with_trial` checks all of them at once.
+    every mistake. `loaded` checks all of them at once.
     """
 
     source: str  # the name of the configuration, for error messages
@@ -204,7 +204,7 @@ class Experiment(CommonHyperparameters):
         own: Any = getattr(self.factory, name, None)
         return read(own, values, section, problems) if is_settings_class(own) else None
 
-    def with_trial(self) -> Experiment:
+    def loaded(self) -> Experiment:
         """Import the trial, and check the sections that only it knows.
 
         Raises:
@@ -320,7 +320,7 @@ def parse(
             show are named if there are no others.
     """
     found = experiment_in(config, source, trial=trial, hyperparameters=hyperparameters)
-    return found.with_trial()
+    return found.loaded()
 
 
 def _of_one_trial(config: Config, chosen: Config | None, source: str) -> Config:

@@ -128,7 +128,7 @@ def open_trial(
         ConfigError: if the trial cannot be imported, or its own sections are wrong.
         CheckpointError: if there is no checkpoint.
     """
-    experiment = experiment.with_trial()
+    experiment = experiment.loaded()
     saved = checkpoint and _checkpoint_folder(checkpoint)
     with TemporaryDirectory() as folder:
         reports = core.DummyTrainContext(Path(folder))

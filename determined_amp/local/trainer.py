@@ -254,7 +254,7 @@ def train(
     Raises:
         UserError: if the run cannot train. A `DiskError` is no fault of the trial.
     """
-    _ = experiment.with_trial().max_length  # raises, before a folder is made
+    _ = experiment.loaded().max_length  # raises, before a folder is made
     with process_group() as processes:
         stop = StopOnSignal(processes, goes_on)
         is_chief = processes.rank == 0

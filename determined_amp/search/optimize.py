@@ -51,7 +51,7 @@ def new_search(plan: SearchPlan, workers: int) -> Path:
         workers: Number of trials that run at the same time.
     """
     for experiment, _ in plan.trials:
-        experiment.with_trial()
+        experiment.loaded()
     folder = fresh_folder(str(plan.search.get("name", "search")))
     with storing(folder):
         plan.search = write_config(folder, plan.search, workers)
