@@ -172,18 +172,11 @@ class LocalController(SafeController):
     Args:
         experiment: The experiment, with the metric that ranks checkpoints and the
             length of the whole run.
-        run: The run to notify when the training starts; None on ranks but the chief.
         directory: Where the run began. The user's code is there.
         fitted: The arguments that `Trainer.fit` gives to the controller.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        run: LocalRun | None,
-        directory: Path,
-        **fitted: Any,
-    ) -> None:
+    def __init__(self, experiment: Experiment, directory: Path, **fitted: Any) -> None:
         searcher = experiment.platform.searcher
         policy = experiment.platform.checkpoint_policy
         # Without a metric, no checkpoint is the best.
@@ -196,7 +189,6 @@ class LocalController(SafeController):
         }
         super().__init__(**fitted)
         self._experiment = experiment
-        self._local_run = run
         self._directory = directory
         # A mask may be infinite by intent.
         self._never_finite = _not_finite(self.context.models)
@@ -219,8 +211,9 @@ class LocalController(SafeController):
                 f"{self._experiment.key_of('max_length')}: got {total} batches, and "
                 f"{self.start_from_batch} are trained; allowed: at least as many"
             )
-        if self._local_run is not None:
-            self._local_run.begin_training(self.start_from_batch, total, epoch)
+        run = self.core_context.train
+        if isinstance(run, LocalRun):  # the chief has one
+            run.begin_training(self.start_from_batch, total, epoch)
         super()._run()
 
     def _save(self, path: Path) -> None:
@@ -288,7 +281,7 @@ def _fit(
         preempt=stop,
         train=run or core.DummyTrainContext(folder.tensorboard),
     )
-    loop = partial(LocalController, experiment, run, Path.cwd())
+    loop = partial(LocalController, experiment, Path.cwd())
     with (
         on_stop_signals(stop.on_signal),
         core_context,

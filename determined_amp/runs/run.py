@@ -267,10 +267,10 @@ class Run:
         """Number of skipped optimizer steps, 0 without a loss scale; None if
         unknown.
         """
-        trained = self.last(MetricName.SKIPPED_STEPS)
-        if trained is None and self.last(MetricName.APPLIED_STEPS) is not None:
-            trained = 0.0
-        return self.metrics.get(MetricName.SKIPPED_STEPS, trained)
+        skipped = self.last(MetricName.SKIPPED_STEPS)
+        if skipped is None and self.last(MetricName.APPLIED_STEPS) is not None:
+            return 0.0
+        return skipped
 
     def reported(self, lines: Iterable[Values]) -> Run:
         """Add reports to this run, and judge its state and reason by them.
