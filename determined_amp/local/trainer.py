@@ -270,17 +270,7 @@ def _fit(
     stop: StopOnSignal,
 ) -> None:
     """Train in this process. Only the chief has a `run`, which writes the folder."""
-    processes, saved = stop.processes, folder.checkpoints
-    if run is None:
-        checkpoints = core.DummyCheckpointContext(processes, storage_in(saved))
-    else:
-        checkpoints = LocalCheckpoints(processes, saved, run.best.is_after)
-    core_context = core.Context(
-        checkpoint=checkpoints,
-        distributed=processes,
-        preempt=stop,
-        train=run or core.DummyTrainContext(folder.tensorboard),
-    )
+    core_context = _core_context(folder, run, stop)
     loop = partial(LocalController, experiment, Path.cwd())
     with (
         on_stop_signals(stop.on_signal),
@@ -308,6 +298,22 @@ def _fit(
             if stop.asked is None:
                 raise
             raise KeyboardInterrupt from left
+
+
+def _core_context(
+    folder: RunFolder, run: LocalRun | None, stop: StopOnSignal
+) -> core.Context:
+    processes, saved = stop.processes, folder.checkpoints
+    if run is None:
+        checkpoints = core.DummyCheckpointContext(processes, storage_in(saved))
+    else:
+        checkpoints = LocalCheckpoints(processes, saved, run.best.is_after)
+    return core.Context(
+        checkpoint=checkpoints,
+        distributed=processes,
+        preempt=stop,
+        train=run or core.DummyTrainContext(folder.tensorboard),
+    )
 
 
 def _not_finite(models: Sequence[nn.Module]) -> set[str]:
