@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from determined_amp import MixedPrecision
-from determined_amp.trial.unmodified.training import fuse
+from determined_amp.trial.unmodified.calls import fuse
 from tests import habits
 from tests.harness import fit_as_it_is, needs_fused
 

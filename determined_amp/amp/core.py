@@ -280,7 +280,6 @@ class AmpCore:
             # add to its own tensor in place, and a CUDA graph replay overwrites it.
             loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
-        self.scaler.left_out.end_batch(None if again else loss)
         return self.metrics.add(loss, samples, again=again)
 
     # What else a training can use.

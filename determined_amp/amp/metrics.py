@@ -139,6 +139,7 @@ class TrainingMetrics:
         if not again:
             self._count(samples)
         weight = 1 if samples is None else samples
+        self._scaler.left_out.end_batch(None if again else loss)
         if loss is not None:
             self._loss_sum.add(loss, weight)
             self._losses += weight

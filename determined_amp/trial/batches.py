@@ -9,7 +9,7 @@ while it trains:
   sees the clips of torch's functions.
 
 A trial without a `MixedPrecision` gets one from outside. Then `make.py` replaces
-`wrap_model` of the context, and `unmodified/training.py` replaces `backward` and
+`wrap_model` of the context, and `unmodified/calls.py` replaces `backward` and
 `step_optimizer` of the context, and `train_batch` and `build_callbacks` of the trial.
 
 If gradients accumulate over several batches, this module exchanges them once per step.

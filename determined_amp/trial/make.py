@@ -21,7 +21,7 @@ from determined_amp.experiment.failures import ending_the_program
 from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.notes import in_parts, note_on_master
 from determined_amp.trial.unmodified.autocast import refusal
-from determined_amp.trial.unmodified.training import UnmodifiedTraining
+from determined_amp.trial.unmodified.calls import UnmodifiedTraining
 
 logger = logging.getLogger(__name__)
 
