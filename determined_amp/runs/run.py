@@ -256,7 +256,13 @@ class Run:
 
     @property
     def scale_log2(self) -> float:
-        """log2 of the initial loss scale from its search; NaN if there is none."""
+        """log2 of the initial loss scale; NaN if there is none.
+
+        The metric `init_scale_log2` takes precedence, because a sampled scale is
+        rounded before use.
+        """
+        if "init_scale_log2" in self.metrics:
+            return self.metrics["init_scale_log2"]
         scale = self.hparams.get(SCALE)
         if isinstance(scale, (int, float)) and scale > 0:
             return math.log2(scale)
