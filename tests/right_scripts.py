@@ -6,7 +6,7 @@ the text of a script behind `PRELUDE`, and has no fault.
 
 from __future__ import annotations
 
-# What all scripts begin with: 24 batches of 8 points, and a small network.
+# What all scripts begin with: 12 batches of 8 points, and a small network.
 PRELUDE = """\
 import contextlib
 import copy
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
-x = torch.randn(192, 8)
+x = torch.randn(96, 8)
 y = x[:, :4].argmax(1)
 
 
@@ -317,7 +317,7 @@ model = net()
 optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
 scheduler = lr_scheduler.LambdaLR(optimizer, lambda batch: max(0.0, 1 - batch / 120))
 scaler = GradScaler("cpu")
-for i, (inputs, targets) in enumerate(loader(4)):
+for i, (inputs, targets) in enumerate(loader(2)):
     with autocast("cpu", dtype=torch.float16):
         loss = F.cross_entropy(model(inputs), targets) / 3
     scaler.scale(loss).backward()
@@ -330,7 +330,7 @@ for i, (inputs, targets) in enumerate(loader(4)):
     "schedule_counted_in_batches": """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = loader(3)
+data = loader(2)
 scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(data))
 scaler = GradScaler("cpu")
 for i, (inputs, targets) in enumerate(data):
@@ -924,7 +924,7 @@ scaler = torch.amp.GradScaler("cuda", enabled=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
 gradient_accumulation_steps = 2
 X, Y = get_batch()
-for iter_num in range(24):
+for iter_num in range(12):
     for param_group in optimizer.param_groups:
         param_group["lr"] = get_lr(iter_num)
     for micro_step in range(gradient_accumulation_steps):
@@ -984,7 +984,7 @@ class AMPTrainer:
 
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-AMPTrainer(model, loader(), optimizer).train(24)
+AMPTrainer(model, loader(4), optimizer).train(24)
 """,
     "ultralytics": """\
 model = net()
@@ -997,7 +997,7 @@ ema, last_opt_step = copy.deepcopy(model), -1
 optimizer.zero_grad()
 for epoch in range(2):
     for i, (imgs, targets) in enumerate(loader(batch_size)):
-        ni = i + 48 * epoch
+        ni = i + 24 * epoch
         if ni <= nw:
             accumulate = max(1, round(1 + (nbs / batch_size - 1) * ni / nw))
             for group in optimizer.param_groups:
@@ -1589,7 +1589,7 @@ model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=48)
 scaler = GradScaler("cuda")
-for number, (inputs, targets) in enumerate(loader(4)):
+for number, (inputs, targets) in enumerate(loader(2)):
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(inputs), targets)
@@ -2328,7 +2328,7 @@ for inputs, targets in loader():
 policy = net(2)
 optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for episode in range(24):
+for episode in range(12):
     states = torch.randn(8, 8)
     with autocast("cuda", dtype=torch.float16):
         dist = torch.distributions.Categorical(logits=policy(states).float())
@@ -2374,7 +2374,7 @@ online = net(4)
 target = copy.deepcopy(online)
 optimizer = torch.optim.Adam(online.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for step in range(24):
+for step in range(12):
     state, after, reward = torch.randn(8, 8), torch.randn(8, 8), torch.rand(8)
     action = torch.randint(4, (8, 1))
     with autocast("cuda", dtype=torch.float16):
@@ -2394,7 +2394,7 @@ actor, critic = net(2), net(1, inputs=10)
 opt_a = torch.optim.Adam(actor.parameters(), lr=1e-3)
 opt_c = torch.optim.Adam(critic.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for step in range(24):
+for step in range(12):
     states = torch.randn(8, 8)
     with autocast("cuda", dtype=torch.float16):
         actions = torch.tanh(actor(states))
@@ -2545,7 +2545,7 @@ for inputs, targets in loader():
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for number, (inputs, targets) in enumerate(loader()):
+for number, (inputs, targets) in enumerate(loader(4)):
     if number % 12 == 5:
         targets = torch.full_like(targets, -100)  # a mean of nothing; gradients of 0
     optimizer.zero_grad()

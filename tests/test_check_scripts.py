@@ -155,9 +155,12 @@ def main():
             scaler.step(optimizer)
             scaler.update()
             if number == 3:
-                torch.save(model.state_dict(), "checkpoint.pt")
+                states = optimizer.state_dict(), scaler.state_dict()
+                torch.save(states, "checkpoint.pt")
                 shutil.copyfile("checkpoint.pt", "best.pt")
-                model.load_state_dict(torch.load("best.pt"))
+                states = torch.load("best.pt")
+                optimizer.load_state_dict(states[0])
+                scaler.load_state_dict(states[1])
             if number == 7 and fault == "error":
                 raise ValueError("the script's own")
     except KeyboardInterrupt:
@@ -274,13 +277,14 @@ class TestScript:
 
     def test_script_without_amp_is_told_so_first(self, folder, capsys):
         (folder / "train.py").write_text(SAVES)
-        assert main(["check", "train.py", "--fp32", "--json"]) == 0
+        given = ("--fp32", "--saved", "0")
+        assert main(["check", "train.py", *given, "--json"]) == 0
         shown = capsys.readouterr()
-        assert shown.out.startswith("no AMP was used: 100 backwards, 100 steps, ")
+        assert shown.out.startswith("no AMP was used: 20 backwards, 20 steps, ")
         assert shown.err.startswith(
             "train.py gets --json: options of check stand before"
         )
-        assert main(["check", "--json", "train.py", "--fp32"]) == 0
+        assert main(["check", "--json", "train.py", *given]) == 0
         shown = capsys.readouterr()
         assert json.loads(shown.out)["amp"] is False
         assert "train.py gets" not in shown.err

@@ -73,7 +73,7 @@ def test_right_script_has_no_fault_and_no_suspicion_but_one_that_is_fair(name):
 
 
 def test_batches_whose_gradients_alone_overflow_are_not_left_out_for_their_losses():
-    findings = findings_of(RIGHT["leaves_out_large_norms"], "large.py")
+    findings = findings_of(RIGHT["leaves_out_large_norms"], "leaves_out_large_norms.py")
     assert "left_out" not in {finding.key for finding in findings}
 
 
@@ -447,7 +447,7 @@ def test_module_that_refuses_a_copy_validates_in_half_as_it_did():
 
 def test_gradients_of_a_step_left_out_are_told_of_all_that_is_added_to_them():
     (fault,) = findings_of_mistake("left_out_step_is_not_zeroed").faults
-    assert int(fault.effect.partition(" of 96 backwards")[0]) > 48
+    assert int(fault.effect.partition(" of 48 backwards")[0]) > 24
 
 
 def test_order_names_no_optimizer_where_it_may_be_one_of_two():
@@ -492,7 +492,7 @@ def test_lstm_in_float16_is_examined_on_a_cpu():
 
 def test_findings_have_the_record_that_they_were_made_of():
     record = findings_of(RIGHT["torch_recipe"], "recipe.py").record
-    assert [event.where.file for event in record.of("backward")] == ["recipe.py"] * 24
+    assert [event.where.file for event in record.of("backward")] == ["recipe.py"] * 12
 
 
 @pytest.mark.parametrize(

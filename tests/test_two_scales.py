@@ -58,7 +58,7 @@ WRONG_LINES = {
 def compared(tmp_path):
     """Compares the trainings of a script."""
 
-    def compare(script, steps=20, seconds=60.0):
+    def compare(script, steps=10, seconds=60.0):
         file = tmp_path / "script.py"
         file.write_text(PRELUDE + script)
         program = compile(file.read_text(), str(file), "exec")
@@ -72,7 +72,7 @@ def compared(tmp_path):
 @pytest.mark.parametrize("name", RIGHT_LINES)
 def test_losses_and_weights_of_a_right_script_are_equal_at_both_scales(name, compared):
     script = LOOP.format(behind_backward=RIGHT_LINES[name])
-    assert compared(script) == ScaleComparison(20, None)
+    assert compared(script) == ScaleComparison(10, None)
 
 
 @pytest.mark.parametrize("name", WRONG_LINES)
@@ -80,7 +80,7 @@ def test_use_of_scaled_gradients_differs_between_the_scales(name, compared):
     comparison = compared(LOOP.format(behind_backward=WRONG_LINES[name]))
     assert comparison.first.where.file.endswith("script.py")
     assert comparison.proven is ("update" not in name)
-    assert 0 < comparison.steps < 20
+    assert 0 < comparison.steps < 10
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ for inputs, targets in loader():
     optimizer.zero_grad()
     amp.update(loss)
 """
-    assert compared(script) == ScaleComparison(20, None)
+    assert compared(script) == ScaleComparison(10, None)
 
 
 def test_process_that_waits_ends_although_a_loader_holds_its_connection():

@@ -183,7 +183,7 @@ for inputs, targets in loader():
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(inputs), targets)
@@ -785,7 +785,7 @@ torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 scaler = torch.amp.GradScaler("cpu")
-for i in range(50):
+for i in range(24):
     targets = torch.randint(0, 2, (16,))
     spread = 0.05 + 0.1 * targets[:, None, None]
     inputs = 30 + spread * torch.randn(16, 1, 40)
@@ -853,7 +853,7 @@ def train_generator(noise):
 
 
 torch.manual_seed(0)
-for i in range(40):
+for i in range(14):
     real, noise = torch.randn(32, 3) * 0.2 + 1, torch.randn(32, 6)
     with torch.no_grad():
         fake = G(noise)
@@ -995,7 +995,7 @@ for i, (real, _) in enumerate(loader()):
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for i, (inputs, targets) in enumerate(loader()):
+for i, (inputs, targets) in enumerate(loader(4)):
     rows = targets >= (0 if i != 12 else 4)
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
@@ -1322,7 +1322,7 @@ for inputs, targets in loader():
         """\
 model = net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=24)
+scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=12)
 scaler = GradScaler("cuda")
 for inputs, targets in loader():
     optimizer.zero_grad()
@@ -1343,7 +1343,7 @@ for inputs, targets in loader():
 def train_one_epoch(epoch):
     warmup = None
     if epoch == 0:
-        warmup = lr_scheduler.LinearLR(optimizer, 0.001, total_iters=23)
+        warmup = lr_scheduler.LinearLR(optimizer, 0.001, total_iters=11)
     for inputs, targets in data:
         with autocast("cuda", dtype=torch.float16):
             loss = F.cross_entropy(model(inputs), targets)
@@ -1389,7 +1389,7 @@ for inputs, targets in loader():
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
+scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
 scaler = GradScaler("cuda")
 for inputs, targets in loader():
     optimizer.zero_grad()
@@ -1719,7 +1719,7 @@ for inputs, targets in loader():
 model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(3e5 * inputs), targets)
@@ -1736,7 +1736,7 @@ q, k, head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
 model = nn.ModuleList([q, k, head])
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         scores = q(400 * inputs) @ k(400 * inputs).t()
@@ -1771,7 +1771,7 @@ for inputs, targets in loader():
 model = net(1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     labels = (targets > 1).float()
     with autocast("cuda", dtype=torch.float16):
@@ -1789,7 +1789,7 @@ for inputs, targets in loader():
 model = net(1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     labels = (targets > 1).float()
     with autocast("cuda", dtype=torch.float16):
@@ -1825,7 +1825,7 @@ for inputs, targets in loader():
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         outputs = model(inputs)
@@ -1843,7 +1843,7 @@ x[:, 5] = math.nan
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(inputs), targets)
@@ -1879,7 +1879,7 @@ for number, (inputs, targets) in enumerate(loader()):
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     mask = inputs > 0
     mask[0] = True
     optimizer.zero_grad()
@@ -2123,7 +2123,7 @@ for i, (inputs, targets) in enumerate(loader()):
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for inputs, targets in loader():
+for inputs, targets in loader(4):
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(3e5 * inputs), targets)
@@ -2234,7 +2234,7 @@ for inputs, _ in loader():
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for _ in range(24):
+for _ in range(12):
     inputs = torch.randn(16, 8)
     with torch.no_grad(), autocast("cuda", dtype=torch.float16):
         made = torch.cat([model(chunk) for chunk in inputs.chunk(4)])
@@ -2503,7 +2503,7 @@ class Recurrent(nn.Module):
 model = Recurrent()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 scaler = GradScaler("cuda")
-for _ in range(60):
+for _ in range(20):
     words = torch.randint(0, 20, (8, 8))
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(words).reshape(-1, 20), words.reshape(-1))
