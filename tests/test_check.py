@@ -171,45 +171,12 @@ class UpdatesEachMicroBatch(Right):
         self.scaler.update()  # HERE
 
 
-class TwoOptimizers(Right):
-    """The control of the next one."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self.second = context.wrap_model(nn.Linear(3, 3))
-        self.other = context.wrap_optimizer(self.optimizer_of(self.second))
-
-    def forward(self, batch):
-        inputs, labels = batch
-        return functional.cross_entropy(self.second(self.model(inputs)), labels)
-
-    def step(self):
-        for optimizer in (self.optimizer, self.other):
-            self.context.step_optimizer(optimizer, scaler=self.scaler)
-
-
-class UpdatesPerOptimizer(TwoOptimizers):
-    def step(self):
-        self.context.step_optimizer(self.optimizer, scaler=self.scaler)
-        self.scaler.update()  # HERE
-        self.context.step_optimizer(self.other, scaler=self.scaler)
-
-
 # Clipping.
 
 
 class ClipsScaled(Right):
     def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 1.0)  # HERE
-
-
-class UnscalesTwice(Right):
-    def step(self):
-        self.scaler.unscale_(self.optimizer)
-        super().step()
-
-    def clip(self, parameters):
-        self.scaler.unscale_(self.optimizer)  # HERE
 
 
 # Schedules.
@@ -340,12 +307,6 @@ class UnscalesInTheWindow(Right):
         self.context.step_optimizer(self.optimizer, scaler=self.scaler)
 
 
-class UnscalesEveryMicroBatch(Right):
-    def step(self):
-        self.scaler.unscale_(self.optimizer)  # HERE
-        self.context.step_optimizer(self.optimizer, scaler=self.scaler)
-
-
 # What is computed in what.
 
 
@@ -373,30 +334,6 @@ class EvaluatesInFloat16WithTeacher(EvaluatesInFloat16):
         return super().forward(batch)
 
 
-class Penalty(Right):
-    """With gradients that are unscaled: the control of the next one."""
-
-    def train_batch(self, batch, epoch_idx, batch_idx):
-        self.batch_idx = batch_idx
-        with self.autocast():
-            loss = self.forward(batch)
-        gradients = torch.autograd.grad(
-            self.scaler.scale(loss), list(self.model.parameters()), create_graph=True
-        )
-        with self.autocast():
-            loss = loss + self.norm(gradients)
-        self.backward(loss)
-        self.step()
-        self.update()
-        return {"loss": loss.detach()}
-
-    def norm(self, gradients):
-        inverse = 1.0 / self.scaler.get_scale()
-        return (
-            torch.stack([(g * inverse).square().sum() for g in gradients]).sum().sqrt()
-        )
-
-
 class MasksWithTheLeast(Right):
     def forward(self, batch):
         inputs, labels = batch
@@ -411,25 +348,6 @@ class RandomSlopes(Right):
     def forward(self, batch):
         logits = self.model(batch[0])
         return functional.rrelu(logits, training=True).sum()  # HERE
-
-
-class ScalesNothing(Right):
-    """As in a public trial: the scaler is wrapped, and then nobody thinks of it."""
-
-    def autocast(self):
-        return torch.autocast(device_type="cuda")
-
-    def wrap_scaler(self):
-        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
-
-    def backward(self, loss):
-        self.context.backward(loss)
-
-    def step(self):
-        self.context.step_optimizer(self.optimizer)
-
-    def update(self):
-        """Nothing was scaled."""
 
 
 # What hides and switches.
@@ -448,9 +366,7 @@ PLANTED = {
     UnscaledLoss: "unscaled_loss",
     StepsWithoutScaler: "step_without_scaler",
     UpdatesEachMicroBatch: "update_in_window",
-    UpdatesPerOptimizer: "scales_mixed",
     ClipsScaled: "clip_scaled",
-    UnscalesTwice: "unscaled_twice",
     MovesOnSkipped: "schedule_on_skipped",
     DeterminedMovesOnSkipped: "schedule_on_skipped",
     ScheduleNotWrapped: "schedule_not_saved",
@@ -462,28 +378,23 @@ PLANTED = {
     EvaluatesInFloat16: "eval_16_bits",
     EvaluatesInFloat16WithTeacher: "eval_16_bits",
     UnscalesInTheWindow: "unscale_in_window",
-    UnscalesEveryMicroBatch: "unscale_in_window",
 }
 # These are suspicions: the same form may be right.
 SUSPECTED = {
     CannotLoad: "resume_fails",
     RandomSlopes: "no_16_bit_kernel",
     CoversNothing: "autocast_covers_nothing",
-    ScalesNothing: "no_loss_scale",
 }
 WINDOWS = {
     UpdatesEachMicroBatch: 2,
     UnscalesInTheWindow: 2,
-    UnscalesEveryMicroBatch: 2,
     ZeroesInTheWindow: 4,
 }
 CONTROLS = [
     Right,
-    TwoOptimizers,
     Scheduled,
     Sequence,
     OwnWindow,
-    Penalty,
     MasksWithTheLeast,
 ]
 
@@ -673,13 +584,6 @@ def test_unmodified_trial_in_float16_has_no_fault(trial):
     assert "a GradScaler" in str(said)
 
 
-@pytest.mark.parametrize("case", test_amp_examples.CASES)
-def test_example_of_torchs_page_on_amp_has_no_fault(case):
-    with watching() as findings:
-        by_hand(test_amp_examples.CASES[case])
-    assert [finding.text() for finding in findings.faults] == []
-
-
 class Trainer:
     """A loop in the form of well-known trainers: two micro-batches, a schedule, a
     checkpoint.
@@ -729,15 +633,11 @@ class Trainer:
         }
 
 
-class ForgetsScaler(Trainer):
+class SavesAnotherScale(Trainer):
     def state(self):
         self.scaler.state_dict()
-        return {"optimizer": self.optimizer.state_dict()}
-
-
-class SavesAnotherScale(ForgetsScaler):
-    def state(self):
-        return {**super().state(), "args": {"image_scale": 1.5}}
+        state = self.optimizer.state_dict()
+        return {"optimizer": state, "args": {"image_scale": 1.5}}
 
 
 class SavesScaleAlone(Trainer):
@@ -805,13 +705,6 @@ class MovesWithClippingOptimizer(Trainer):
         self.scheduler.step()
 
 
-class StepsPastTheScaler(Trainer):
-    def step(self):
-        self.optimizer.step()
-        self.scaler.update()
-        self.optimizer.zero_grad()
-
-
 class Wrapper(torch.optim.Optimizer):
     """Zeroes nothing inside a window, as the optimizers of well-known libraries do."""
 
@@ -863,22 +756,10 @@ class SetsGradientsAndClips(SetsGradients):
     step = ClipsInTrainer.step
 
 
-class ScalesOneOfTwoLosses(Trainer):
-    def backward(self, loss):
-        torch.autograd.backward(self.scaler.scale(loss), retain_graph=True)
-        torch.autograd.backward(loss * 0.1)
-
-
 class ScalesSecondOfTwoLosses(Trainer):
     def backward(self, loss):
         torch.autograd.backward(loss * 0.1, retain_graph=True)
         torch.autograd.backward(self.scaler.scale(loss))
-
-
-class AddsUnscaledLoss(Trainer):
-    def backward(self, loss):
-        weights = sum(parameter.square().sum() for parameter in self.model.parameters())
-        torch.autograd.backward(self.scaler.scale(loss) + 0.1 * weights)
 
 
 class StartsAtUnscaledLossToo(Trainer):
@@ -995,17 +876,13 @@ class DecoratedBefore(Trainer):
 
 
 FAULTY_TRAINERS = {
-    ForgetsScaler: "scaler_not_saved",
     SavesAnotherScale: "scaler_not_saved",
     ClipsInTrainer: "clip_scaled",
     SavesOneOfTwoScalers: "scaler_not_saved",
     MovesWithClippingOptimizer: "schedule_on_skipped",
-    StepsPastTheScaler: "step_without_scaler",
     ZeroesByHand: "zero_grad_in_window",
     SetsGradientsAndClips: "depends_on_scale",
-    ScalesOneOfTwoLosses: "unscaled_loss",
     ScalesSecondOfTwoLosses: "unscaled_loss",
-    AddsUnscaledLoss: "unscaled_loss",
     StartsAtUnscaledLossToo: "unscaled_loss",
 }
 RIGHT_TRAINERS = [
@@ -1061,28 +938,6 @@ def test_loop_without_a_loader_is_only_suspected_of_zeroes_in_its_windows():
                 trainer.step()
     found = [(each.key, each.level) for each in findings]
     assert found == [("zero_grad_in_window", Level.SUSPICION)]
-
-
-def train_with_rate_by_hand():
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for _ in range(16):
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = functional.cross_entropy(
-                model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0])
-            )
-        torch.autograd.backward(scaler.scale(loss))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] *= 0.9
-
-
-def test_rate_that_is_moved_by_hand_is_no_schedule():
-    with watching() as findings:
-        train_with_rate_by_hand()
-    assert [finding.text() for finding in findings] == []
 
 
 def train_critic(weight):
