@@ -202,9 +202,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-Shown = pytest.CaptureFixture[str]
-
-
 # It has no loader, which would give batches to count.
 SAVES = """
 import argparse

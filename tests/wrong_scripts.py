@@ -1771,7 +1771,7 @@ for inputs, targets in loader():
 model = net(1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 scaler = GradScaler("cuda")
-for inputs, targets in loader(4):
+for inputs, targets in loader(3):
     optimizer.zero_grad()
     labels = (targets > 1).float()
     with autocast("cuda", dtype=torch.float16):
