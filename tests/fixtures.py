@@ -204,9 +204,9 @@ def _libraries_are_collected_once():
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    "check doctor_answers check_scripts optimize resume package contract compare "
-    "confinement study compiled finder refusals unmodified imports never_waits scratch "
-    "processes resumed any_value torch_alone startup_hook peers precision_report"
+    "doctor_answers check check_scripts contract package torch_alone optimize resume "
+    "unmodified two_scales compiled never_waits refusals compare finder imports "
+    "confinement any_value processes startup_hook peers precision_report study"
 )
 
 

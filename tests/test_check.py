@@ -503,12 +503,6 @@ class ExitsOnOverflow(Right):
             sys.exit("the gradients are not finite")
 
 
-class SetsTf32Once(Right):
-    def __init__(self, context):
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
-        super().__init__(context)
-
-
 class LimitTimesScale(Right):
     def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 1.0 * self.scaler.get_scale())
@@ -547,7 +541,6 @@ UNUSUAL = [
         EnabledOnCuda,
         EnabledByDevice,
         ExitsOnOverflow,
-        SetsTf32Once,
     ),
     *(HidesNanAfterUnscale, LimitTimesScale, UnscalesByHand),
     LossInFloat32OnCuda,
@@ -656,9 +649,6 @@ class CallsByKeyword(Trainer):
     """What the doctor watches is called by the names of torch's arguments."""
 
     def step(self):
-        torch.set_float32_matmul_precision(
-            precision=torch.get_float32_matmul_precision()
-        )
         for parameter in self.model.parameters():
             torch.nan_to_num(input=parameter)
         super().step()
