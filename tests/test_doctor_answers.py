@@ -339,6 +339,12 @@ for inputs, targets in loader():
     assert [finding.key for finding in findings] == []
 
 
+def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for():
+    name = "penalty_of_divided_gradients_of_inputs"
+    findings = findings_of(RIGHT[name], f"{name}.py")
+    assert "penalty_scaled" not in {finding.key for finding in findings}
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
