@@ -1751,6 +1751,40 @@ for inputs, targets in loader():
         loss = F.cross_entropy(model(inputs), targets)
     loss.backward()
 """,
+    "optimizer_in_backward_divides_by_the_scale": """\
+model = net()
+scaler = GradScaler("cuda", init_scale=1024.0)
+optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+
+def step(p):
+    p.grad.div_(scaler.get_scale())
+    if torch.isfinite(p.grad).all():
+        optimizers[p].step()
+    p.grad = None
+
+
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(step)
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+""",
+    "hooks_divide_by_the_scale": """\
+model = net()
+scaler = GradScaler("cuda", init_scale=1024.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for p in model.parameters():
+    p.register_hook(lambda gradient: gradient / scaler.get_scale())
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    if all(torch.isfinite(p.grad).all() for p in model.parameters()):
+        optimizer.step()
+""",
     "gradcache": """\
 encoder = net(8)
 optimizer = torch.optim.SGD(encoder.parameters(), lr=0.05)

@@ -825,6 +825,28 @@ for i in range(50):
     scaler_g.update()
 """,
     ),
+    "optimizer_in_backward_steps_itself": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+model = net()
+scaler = GradScaler("cuda", init_scale=1024.0)
+optimizers = {p: torch.optim.Adam([p], lr=1e-3) for p in model.parameters()}
+
+
+def step(p):
+    optimizers[p].step()  # HERE
+    optimizers[p].zero_grad()
+
+
+for p in model.parameters():
+    p.register_post_accumulate_grad_hook(step)
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+""",
+    ),
     "generator_steps_itself": Mistake(
         "fault",
         "step_without_scaler",

@@ -239,6 +239,8 @@ class Recorder:
         yield torch, "load", self._load
         for kind in (_SCALER, Optimizer):
             yield kind, "load_state_dict", self._restore
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            yield torch.Tensor, name, self._watch_hook
 
     def _in_place_of(self, own: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         """The function that replaces another one, and calls a hook with it."""
@@ -400,12 +402,29 @@ class Recorder:
         self._cause_search.end_backward(losses, event.added)
         return result
 
-    def _note_arrivals(self) -> None:
-        """Note which gradients the running backward has changed so far."""
+    def _watch_hook(self, run: Run, tensor: Any, hook: Hook) -> Any:
+        """Measure the gradient of a weight before a hook of the user's changes it."""
+
+        @wraps(hook)
+        def watched(given: Any) -> Any:
+            gradient = given.grad if given is tensor else given
+            for gradients in self._gradients:
+                gradients.note_arrival(tensor, gradient)
+            return hook(given)
+
+        own: Any = run
+        return own.func(tensor, watched if tensor.is_leaf else hook)
+
+    def _note_arrivals(self, *, may_force: bool = True) -> None:
+        """Note which gradients the running backward has changed so far.
+
+        Args:
+            may_force: Whether they may be made to overflow now.
+        """
         if self._backward_now is None:
             return
         event, before = self._backward_now
-        may_force = not self._moves.is_moved
+        may_force = may_force and not self._moves.is_moved
         for gradients in [*before]:
             if gradients.versions() != before[gradients]:
                 del before[gradients]
@@ -490,7 +509,8 @@ class Recorder:
         self._stepping = sys._getframe(1)
         if self._backward_now is None:
             self._cause_search.stop_watching()
-        self._note_arrivals()
+        # A hook that steps in a backward may have looked for an overflow already.
+        self._note_arrivals(may_force=False)
         skipped = bool(getattr(optimizer, "found_inf", None) or False)
         # A fused optimizer divides the gradients itself.
         divisor = float(getattr(optimizer, "grad_scale", None) or 1.0)

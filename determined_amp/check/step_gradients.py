@@ -78,6 +78,8 @@ class StepGradients:
         self._record = record
         self._sample = torch.zeros(0)  # a few numbers at the last measurement
         self._used: list[Key] = []  # gradients of the last step, made or left out
+        # By weight: the norm of its gradient before hooks of the user's change it.
+        self._arrived: dict[torch.Tensor, float] = {}
         # Whether the running backward adds to gradients that a step has used.
         self._adds_to_used = False
         # Whether the forced overflow is taken back while a backward adds to it.
@@ -212,6 +214,7 @@ class StepGradients:
         taken back, so the backward adds to the true gradients.
         """
         self.note_zeros()
+        self._arrived.clear()
         self._taken_back = self.overflows.are_untouched(self.weights)
         if self._taken_back:
             self.overflows.give_back(self.weights)
@@ -237,6 +240,22 @@ class StepGradients:
         self.window.unscales.append(self._record.note("unscale"))
         self.measure()
         self.window.unclipped = self.norm
+
+    @unheard
+    def note_arrival(self, weight: torch.Tensor, gradient: Any) -> None:
+        """Note the gradient of a weight before a hook of the user's gets it."""
+        has_weight = any(weight is each for each in self.weights)
+        # A hook before the addition to an older gradient tells nothing of the sum.
+        if has_weight and (weight.grad is None or weight.grad is gradient):
+            norm = float(torch.linalg.vector_norm(values_of(gradient).float()))
+            self._arrived.setdefault(weight, norm)
+
+    def _left_by_hooks(self) -> float:
+        """What hooks of the user's have multiplied the norm of new gradients by."""
+        now = dict(zip(self.weights, self.norms, strict=True))
+        before = math.hypot(*self._arrived.values())
+        after = math.hypot(*(now[weight] for weight in self._arrived))
+        return after / before if before else 1.0
 
     def is_due(self) -> bool:
         """Whether the next window will be made to overflow."""
@@ -265,11 +284,14 @@ class StepGradients:
         is_first = window.is_empty or not window.backwards
         window.backwards.append(backward)
         self.scale = loss.scale
+        self.measure()
+        by_hooks = self._left_by_hooks()
         if loss.scale:
-            self.factor = loss.scale
+            self.factor = loss.scale * by_hooks
+            if not self.factor > 1.01:
+                self.factor = math.nan  # perhaps divided by the scale and clipped
         elif loss.has_gradient:
             self.factor = math.nan  # unknown: that of the gradient it began with
-        self.measure()
         backward.added = math.hypot(backward.added, self.norm - before)
         forces = bool(loss.scale) and is_first and self._to_force > 0
         if forces:
