@@ -14,7 +14,6 @@ from determined.errors import InvalidExperimentException
 from determined_amp.__main__ import main
 from determined_amp.check import watching
 from determined_amp.check.any_loop import NOT_SAVED, TOO_SHORT
-from determined_amp.check.interventions import ScaleMoves
 from tests.right_scripts import PRELUDE
 from tests.test_check import Right, examined
 from tests.test_two_scales import LOOP, WRONG_LINES
@@ -83,44 +82,6 @@ def test_error_of_determined_is_a_fault_with_its_line():
     assert fault.key == "raised"
     assert "Determined says no" in fault.effect
     assert fault.where[0].file.endswith("test_check_scripts.py")
-
-
-class TestScaleMoves:
-    def windows(self, scaler, count):
-        """The scale in each window; what the training sees around `update` never
-        decreases.
-        """
-        moves = ScaleMoves(lambda: False)
-        used = []
-        for _ in range(count):
-            moves.begin([scaler])
-            scaler.scale(torch.ones(()))
-            used.append(scaler.get_scale())
-            gradient = torch.nn.Parameter(torch.ones(1))
-            gradient.grad = torch.ones(1)
-            optimizer = torch.optim.SGD([gradient], lr=0.1)
-            scaler.step(optimizer)
-            before = scaler.get_scale()
-            moves.update(scaler, scaler.update, sets=False)
-            assert scaler.get_scale() >= before
-            assert not moves.is_moved
-        return used
-
-    def test_half_of_the_windows_have_another_scale_and_none_is_left_moved(self):
-        scaler = torch.amp.GradScaler("cpu")
-        used = self.windows(scaler, 16)
-        assert sorted(used) == [256.0] * 8 + [65536.0] * 8
-        assert scaler.get_scale() == 65536.0
-
-    def test_growth_of_the_scale_in_a_moved_window_stays(self):
-        scaler = torch.amp.GradScaler("cpu", growth_interval=8)
-        self.windows(scaler, 16)
-        assert scaler.get_scale() == 4 * 65536.0
-
-    def test_small_scale_is_not_moved(self):
-        assert set(self.windows(torch.amp.GradScaler("cpu", init_scale=32.0), 8)) == {
-            32.0
-        }
 
 
 SCRIPT = """

@@ -102,11 +102,6 @@ class _Engine:
 scale_in: Callable[[Any], Any] = attrgetter("_scale")
 
 
-def scale_tensor(scaler: Any) -> Any:
-    """The scale of any `GradScaler`, (), float32; None if disabled or not used yet."""
-    return scale_in(scaler) if scaler.is_enabled() else None
-
-
 def reads_found_inf(optimizer: Any) -> bool:
     """Whether an optimizer reads `found_inf` on the device, as torch's fused ones do.
 

@@ -15,7 +15,7 @@ and the judge turns what they report into findings. Read the modules in this ord
 2. record.py: what a training did, as plain data: events, windows, scalers, schedules.
 3. recorder.py: hooks into torch, which note the events.
 4. step_gradients.py: the gradients of one optimizer, from a backward to its step.
-5. interventions.py: forced overflows and moved loss scales.
+5. interventions.py: forced overflows.
 6. losses.py: what the autograd graph says about a loss, such as its scale.
 7. forwards.py: modules that run, under autocast or not, and overflows in validations.
 8. causes.py: the first operation whose result is not finite, and what helps.

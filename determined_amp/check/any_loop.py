@@ -55,15 +55,14 @@ NOT_SAVED = (
 )
 _NEEDS = "that needs a script that runs alone, not in place, and ends without an error"
 NOT_ALONE = ScaleComparison(0, None, reason=_NEEDS)
+NOT_A_SCRIPT = ScaleComparison(0, None, reason="that needs det-amp check SCRIPT.py")
 ONE_RUN = (
     "one run cannot show whether a resume brings back the scale and the learning rates"
 )
 
 
 @contextmanager
-def watching(
-    overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = True
-) -> Iterator[CheckFindings]:
+def watching(overflows: Collection[int] = OVERFLOWS) -> Iterator[CheckFindings]:
     """Watch the training in this block; its findings are complete when the block ends.
 
         with determined_amp.check.watching() as findings:
@@ -77,15 +76,13 @@ def watching(
 
     Args:
         overflows: The windows of each optimizer, counted from 0, whose gradients are
-            made to overflow, so that the step is skipped. If it is empty, what the
-            training does on a skipped step is seen only if a step is skipped anyway.
-        moves_scale: Whether the loss scale is divided, by 256 at most, in half of the
-            windows, and put back by `update`. This changes no correct update beyond the
-            rounding of float16. If it is false and `overflows` is empty, nothing
-            disturbs the training.
+            made to overflow, so that the step is skipped. If it is empty, nothing
+            disturbs the training, but what it does on a skipped step is seen only if a
+            step is skipped anyway.
     """
     findings = CheckFindings()
-    recorder = Recorder(overflows, moves_scale=moves_scale)
+    recorder = Recorder(overflows, looks_anyway=bool(overflows))
+    recorder.record.at_two_scales = NOT_A_SCRIPT
     try:
         with watched(recorder, findings):
             yield findings
@@ -230,7 +227,7 @@ def examine_script(
             stack.enter_context(eager())
             again = WaitingRuns(partial(_run_in_scratch, path, arguments))
             stack.callback(again.close)
-        recorder, findings = Recorder(moves_scale=True), CheckFindings()
+        recorder, findings = Recorder(), CheckFindings()
         end, record = _ScriptEnd(recorder), recorder.record
         recorder.before_backward = end.before_backward
         if not in_place:
@@ -304,7 +301,7 @@ def announced(file: str, minutes: float, *, in_place: bool) -> str:
     )
     return (
         f"running {file} for {STEPS} to {MOST_STEPS} steps of each optimizer, for "
-        f"{minutes:g} minutes at most, with two overflows and moves of the loss scale, "
+        f"{minutes:g} minutes at most, with two overflows, "
         "and then as often in float32, at two loss scales. What it writes, renames and "
         f"removes changes {changes}"
     )

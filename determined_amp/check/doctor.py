@@ -217,7 +217,7 @@ def run_here(probe: Probe) -> Record:
         UserError: if the configuration is wrong, or the trial cannot be made on this
             machine.
     """
-    recorder = Recorder(probe.overflows, moves_scale=not probe.resumes)
+    recorder = Recorder(probe.overflows, looks_anyway=not probe.resumes)
     recorder.record.determined = True
     recorder.record.lacks_cuda = not torch.cuda.is_available()  # `context.device` asks
     try:

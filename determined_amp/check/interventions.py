@@ -1,114 +1,19 @@
-"""Disturbs a training on purpose: makes gradients overflow, and moves loss scales.
+"""Disturbs a training on purpose: makes gradients overflow.
 
-The recorder uses `ScaleMoves`, and `step_gradients.py` uses `ForcedOverflows`. A
-correct training gets the same updates: it skips the steps with an overflow, and a loss
-scale that is divided by a power of two changes nothing beyond rounding.
+A correct training skips these steps, and all its other updates are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable
 
 import torch
 
-from determined_amp.amp.torch_private import scale_tensor, version_of
-
-# A scale is divided by `_MOST` at most, and stays at `_LEAST` or above, because float16
-# has few digits for small gradients. If this allows a division by less than `_WORTH`,
-# the scale is not moved.
-_MOST, _LEAST, _WORTH = 256.0, 16.0, 4.0
-
+from determined_amp.amp.torch_private import version_of
 
 # The identity of a gradient tensor, and the version of its values.
 Key = tuple[int, int]
-
-
-@dataclass
-class _MovedScale:
-    """What is known of one scaler."""
-
-    windows: int = 0  # windows whose scale could be moved
-    decided: bool = False  # whether this window was decided on
-    true_scale: float | None = None  # the scale to put back; None if not moved
-
-
-class ScaleMoves:
-    """Divides the scale of each scaler in half of its windows.
-
-    The scale is divided when a batch begins. `update` puts it back, or, after a skipped
-    step, the next window does. So a training that compares the scale before and after
-    `update` sees a decrease exactly if the step was skipped.
-
-    The choice of windows follows no period, so that a training whose batches alternate
-    is not mistaken for one that depends on the scale.
-
-    Args:
-        rests: Tells whether to leave the scale alone in the next window.
-    """
-
-    def __init__(self, rests: Callable[[], bool]) -> None:
-        self._rests = rests
-        self._known: dict[Any, _MovedScale] = defaultdict(_MovedScale)
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether a scale is divided now."""
-        return any(moved.true_scale is not None for moved in self._known.values())
-
-    def begin(self, scalers: Iterable[torch.amp.GradScaler]) -> None:
-        """Move each scale, or leave it, if a window begins here."""
-        for scaler in scalers:
-            moved, scale = self._known[scaler], scale_tensor(scaler)
-            is_decided, moved.decided = moved.decided, True
-            if is_decided or scale is None:
-                continue
-            self._put_back(scaler)
-            if self._rests():
-                continue
-            moved.windows += 1
-            most = min(_MOST, float(scale) / _LEAST)
-            # The Thue-Morse sequence has no period. A power of two rounds nothing.
-            if moved.windows.bit_count() % 2 and most >= _WORTH:
-                moved.true_scale = float(scale)
-                scale.div_(2.0 ** int(math.log2(most)))
-
-    def update(self, scaler: Any, own: Callable[[], None], *, sets: bool) -> None:
-        """Call a scaler's own `update`, and put its scale back.
-
-        Args:
-            scaler: The scaler.
-            own: Its own `update`.
-            sets: Whether the training gives `update` a new scale.
-        """
-        moved = self._known[scaler]
-        moved.decided = False
-        if moved.true_scale is None or sets:
-            moved.true_scale = None
-            own()
-            return
-        before = float(scale_tensor(scaler))
-        own()
-        ratio = float(scale_tensor(scaler)) / before
-        # If a floor stopped the divided scale, the true scale does not change.
-        if ratio in (scaler.get_growth_factor(), scaler.get_backoff_factor()):
-            moved.true_scale *= ratio
-        if ratio >= 1:
-            self._put_back(scaler)
-
-    def end(self) -> None:
-        """Put back every scale that is still divided."""
-        for scaler in self._known:
-            self._put_back(scaler)
-
-    def _put_back(self, scaler: Any) -> None:
-        moved = self._known[scaler]
-        if moved.true_scale is not None:
-            scale_tensor(scaler).fill_(moved.true_scale)
-            moved.true_scale = None
 
 
 class ForcedOverflows:

@@ -8,13 +8,10 @@ are in `rules.py`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice
+from collections.abc import Sequence
+from itertools import accumulate
 from linecache import getlines
-from statistics import median
 
 from determined_amp.check.finding import Found, Seen, Where
 from determined_amp.check.record import Event, Record
@@ -31,24 +28,6 @@ _OFTEN = 1 / 3
 # If a validation metric in 16 bits differs by more than the first share, rounding does
 # not explain it. Above the second share it may explain it.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
-
-# Norms follow the scale if they differ by more than `_FACTOR` between scales that each
-# have `_STEPS` steps. With fewer steps, the exponent must also be at least `_EXPONENT`.
-_FACTOR, _STEPS, _EXPONENT = 2.0, 8, 0.7
-
-# If the gradients of some weights shrink at high scales, an exponent of this size is
-# enough: rounding in float16 loses gradients at low scales, not at high ones.
-_SHRINKS = 0.45
-
-# The least ratio of two scales, and the least number of norms at each, to compare them.
-_LEAST_RATIO, _LEAST_NORMS = 15.0, 3
-# How many neighbours of a norm, on each side, belong to nearly the same weights.
-_AROUND = 2
-# Scaled gradients below this norm do not count: float16 may have lost most of them.
-_TINY = 1e-3
-# Of all pairs of a norm at a low and a norm at a high scale, at least this share must
-# differ in the same direction.
-_SEPARATED = 0.8
 
 
 # Skipped steps, batches without a step, and numbers that are not finite.
@@ -84,14 +63,15 @@ def _steps_of_scalers(record: Record) -> list[Event]:
 
 
 def _at_right_scales(steps: Sequence[Event]) -> list[Event]:
-    """The steps at a scale at which, or above which, a step was made before.
+    """The steps at a scale at twice which, or above, a step was made before.
 
-    Such a scale does not explain a skip.
+    Such a scale does not explain a skip. The largest scale that was right may not be
+    right for each batch.
     """
-    made_at = (0.0 if step.skipped else step.scale or 0.0 for step in steps)
+    made_at = (0.0 if step.skipped else step.scale for step in steps)
     largest = accumulate(made_at, max, initial=0.0)
     pairs = zip(steps, largest, strict=False)
-    return [step for step, scale in pairs if (step.scale or 0.0) <= scale]
+    return [step for step, scale in pairs if 2 * step.scale <= scale]
 
 
 def skips_one_kind_of_batch(record: Record) -> Found:
@@ -211,136 +191,6 @@ def never_steps(record: Record) -> Found:
 # The loss scale must change nothing.
 
 
-Point = tuple[float, float]  # a scale, and a norm at this scale
-
-
-@dataclass(frozen=True)
-class _Dependence:
-    """How norms follow the loss scale."""
-
-    factor: float  # the median norm at high scales, divided by the one at low scales
-    ratio: float  # the median of high scales, divided by the one of low scales
-    norms: int  # how many were measured at high or at low scales, whichever is less
-
-    @property
-    def exponent(self) -> float:
-        """The power of the scale that norms are proportional to.
-
-        It is 0 for norms that the scale does not change, and 1 for those of scaled
-        gradients.
-        """
-        return math.log(self.factor) / math.log(self.ratio)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is too large for chance."""
-        exponent = abs(self.exponent)
-        is_sure = self.norms >= _STEPS or exponent >= _EXPONENT
-        return is_sure and self.ratio**exponent > _FACTOR
-
-    def seen_in(self, steps: Sequence[Event], what: str = "") -> Seen:
-        """What was seen in these steps."""
-        times = max(self.factor, 1 / self.factor)
-        ratio, norms = self.ratio, self.norms
-        return Seen(steps[:1], what=what, times=times, ratio=ratio, norms=norms)
-
-
-def _dependence(
-    scales_and_norms: Iterable[tuple[float | None, float]],
-) -> _Dependence | None:
-    """How norms follow the scale; None if too few norms, or too close scales, tell.
-
-    Args:
-        scales_and_norms: A scale and a norm for each step. The norm is infinite for a
-            step that was skipped at a scale that was right before.
-    """
-    points = [(s, norm) for s, norm in scales_and_norms if s and norm * s > _TINY]
-    scales = [scale for scale, _ in _finite(points)] or [1.0]
-    if max(scales) < _LEAST_RATIO * min(scales):
-        return None
-    middle = math.sqrt(min(scales) * max(scales))
-    points = _alternating(points, middle)
-    low = [point for point in points if point[0] < middle]
-    high = [point for point in points if point[0] >= middle]
-    if not _are_apart(low, high):
-        return None
-    low, high = _finite(low), _finite(high)
-    norms = min(len(low), len(high))
-    if norms < _LEAST_NORMS:
-        return None
-    low_scale, low_norm = map(median, zip(*low, strict=True))
-    high_scale, high_norm = map(median, zip(*high, strict=True))
-    return _Dependence(high_norm / low_norm, high_scale / low_scale, norms)
-
-
-def _finite(points: Iterable[Point]) -> list[Point]:
-    """The points whose norm is finite."""
-    return [point for point in points if point[1] < math.inf]
-
-
-def _alternating(points: list[Point], middle: float) -> list[Point]:
-    """The points that have a point on the other side of a scale among their neighbours.
-
-    If a scale only grows or only falls, other points would compare early gradients with
-    late ones.
-    """
-    near = []
-    for number, point in enumerate(points):
-        around = points[max(0, number - _AROUND) : number + _AROUND + 1]
-        if len({scale >= middle for scale, _ in around}) == 2:
-            near.append(point)
-    return near
-
-
-def _are_apart(low: Sequence[Point], high: Sequence[Point]) -> bool:
-    """Whether nearly all norms at high scales are larger, or nearly all smaller."""
-    lows = sorted(norm for _, norm in low)
-    larger = sum(bisect_left(lows, norm) for _, norm in high)
-    share = larger / max(1, len(high) * len(low))
-    return max(share, 1 - share) >= _SEPARATED
-
-
-def gradients_follow_the_scale(record: Record) -> Found:
-    """The gradients of a step depend on the loss scale."""
-    for calm in _steps_of_each(record):
-        made = [step for step in calm if not step.skipped]
-        for what, seen in islice(_dependences(calm, made), 1):
-            yield seen.seen_in(made, what)
-
-
-def _dependences(
-    calm: list[Event], made: list[Event]
-) -> Iterator[tuple[str, _Dependence]]:
-    """Yield which gradients depend on the scale, and how."""
-    for norm in ("norm", "unclipped"):  # a clip may hide a dependence
-        seen = _dependence(_norms_at_scales(calm, norm))
-        if seen and seen.is_large:
-            yield "gradients", seen
-    # The norm of all gradients hides small gradients of a single weight.
-    most = max((len(step.norms) for step in made), default=0)
-    whole = [step for step in made if len(step.norms) == most]
-    for weight in range(most):
-        seen = _dependence((step.scale, step.norms[weight]) for step in whole)
-        if seen and seen.exponent <= -_SHRINKS and seen.norms >= _STEPS:
-            yield "gradients of some weights", seen
-
-
-def _norms_at_scales(steps: list[Event], norm: str) -> list[Point]:
-    """The scale and a norm of each step, in their order.
-
-    The norm is infinite for a step that was skipped at a scale that was right before.
-    Other skipped steps are left out.
-    """
-    at_right = _at_right_scales(steps)
-    points = []
-    for step in steps:
-        if not step.skipped:
-            points.append((step.scale, vars(step)[norm]))
-        elif step in at_right:
-            points.append((step.scale, math.inf))
-    return points
-
-
 def differs_at_two_scales(record: Record) -> Found:
     """Two trainings in float32 differ that should differ in their loss scale alone."""
     compared = record.at_two_scales
@@ -354,39 +204,17 @@ def differs_at_two_scales(record: Record) -> Found:
         )
 
 
-def adds_what_does_not_follow_the_scale(record: Record) -> Found:
-    """The user's code adds to scaled gradients what is not scaled."""
-    for steps in _steps_of_each(record, skipped=False):
-        seen = _dependence((step.scale, step.added) for step in steps)
-        if seen and seen.exponent <= -_EXPONENT:
-            yield seen.seen_in(steps)
-
-
-def rates_follow_the_scale(record: Record) -> Found:
-    """The rate depends on the scale: it may come from the norm of scaled gradients."""
-    for steps in _steps_of_each(record, skipped=False):
-        seen = _dependence((step.scale, step.rate) for step in steps)
-        if seen and abs(seen.exponent) >= _EXPONENT:
-            yield seen.seen_in(steps)
-
-
-def _steps_of_each(record: Record, **known: bool) -> Iterator[list[Event]]:
-    """Yield the steps of each optimizer that the doctor did not disturb."""
-    for optimizer in range(record.optimizers):
-        yield record.of("step", optimizer=optimizer, disturbed=False, **known)
-
-
 def divides_what_was_not_scaled(record: Record) -> Found:
     """A loss, or a part of it, was not scaled, but its gradients are unscaled."""
     divided = record.of("backward", divided=True)
     unscaled = [b for b in divided if b.loss.unscaled and not b.loss.has_gradient]
+    # A scaled gradient may be passed on: the loss that is made of it is scaled, too.
+    computed = [*record.of("grad"), *record.of("backward", reached=0)]
+    is_passed_on = any(each.loss.scale for each in computed)
     for line in dict.fromkeys(backward.where for backward in unscaled):
         backwards = [backward for backward in unscaled if backward.where == line]
-        # If the loss continues from a gradient of a scaled loss, its gradients are
-        # scaled although the graph does not show it: they grow with the scale.
-        seen = _dependence((each.scale, each.added) for each in backwards)
         is_part = any(backward.loss.scale for backward in backwards)
-        if is_part or seen is None or seen.exponent < 0.5:
+        if is_part or not is_passed_on:
             yield Seen(backwards, holds=not is_part)
 
 

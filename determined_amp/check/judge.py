@@ -220,7 +220,7 @@ def _notes(record: Record) -> Iterator[str]:
         steps = ", ".join(map(str, sorted(forced)))
         yield f"the doctor made an overflow in these steps of an optimizer: {steps}"
     compared = record.at_two_scales
-    if compared is not None and compared.reason:
+    if compared is not None and compared.reason and record.scales_the_loss:
         yield f"two loss scales were not compared in float32: {compared.reason}"
     if record.lacks_cuda:
         yield ONLY_ON_A_GPU

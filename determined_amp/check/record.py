@@ -45,8 +45,7 @@ class Event(SimpleNamespace):
         `loss`, a `Loss`; `in_step`, whether an optimizer step runs the backward;
         `autocast`, whether it runs under autocast; `finite`, whether the loss is
         finite; `reached`, how many optimizers got gradients; `added`, how much the norm
-        of these gradients grew; `scale`, the largest loss scale then; `divided`,
-        whether the step of a scaler used these gradients.
+        of these gradients grew; `divided`, whether the step of a scaler used them.
     `grad`
         A call of `torch.autograd.grad`: its `loss`.
     `left_out`
@@ -61,13 +60,12 @@ class Event(SimpleNamespace):
     `step`
         Its call: `optimizer`, the number of the optimizer; `scaled`, whether an enabled
         scaler makes the step, and this `scaler`; `skipped`; `again`, whether an earlier
-        step has used the same gradients; `scale`, the loss scale; `in_backward`,
+        step has used the same gradients; `scale`, that of this scaler; `in_backward`,
         whether a backward runs meanwhile; `after_save`, whether Determined's loop has
         saved a checkpoint.
-        Its gradients: `norm`, of those that it used; `norms`, one for each weight;
-        `unclipped`, the norm after `unscale_`; `factor`, what still multiplies them;
-        `divided`, whether they were unscaled; `by_hand`, what the user's code
-        multiplied them by; `added`, the norm of what it added while they were scaled.
+        Its gradients: `norm`, of those that it used; `factor`, what still multiplies
+        them; `divided`, whether they were unscaled; `by_hand`, what the user's code
+        multiplied them by.
         Its weights: `rates`, the learning rate of each group, and `rate`, the first;
         `rounded`, whether the float32 weights have become 16-bit numbers since the
         step before; `lost`, the share of 16-bit weights that it left unchanged.
@@ -155,8 +153,6 @@ class StepWindow:
     # those before.
     rewritten: bool = False
     by_hand: float = 1.0  # what the user's code multiplied the gradients' norm by
-    added: float = 0.0  # the norm of what that code added to scaled gradients, unscaled
-    unclipped: float | None = None  # the norm after `unscale_`
 
     @property
     def used(self) -> list[Event]:

@@ -50,7 +50,7 @@ from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.amp.users_code import is_users
 from determined_amp.check.causes import CauseSearch
 from determined_amp.check.forwards import Forwards
-from determined_amp.check.interventions import ForcedOverflows, ScaleMoves
+from determined_amp.check.interventions import ForcedOverflows
 from determined_amp.check.losses import loss_of, mark, was_scaled
 from determined_amp.check.record import (
     Event,
@@ -70,8 +70,7 @@ Hook = Callable[..., Any]  # called with a `Run` and the arguments of the call
 
 # The windows of each optimizer, counted from 0, whose gradients are made to overflow.
 OVERFLOWS = (5, 8)
-# How many steps of an optimizer are enough: two that overflow, and nine at each of two
-# scales.
+# How many steps of an optimizer are enough.
 STEPS = 20
 
 _SCALER = torch.amp.GradScaler
@@ -91,7 +90,7 @@ class Recorder:
     Args:
         overflows: The windows of each optimizer, counted from 0, in which its gradients
             are made to overflow.
-        moves_scale: Whether to divide loss scales in some windows.
+        looks_anyway: Whether to watch two forwards operation by operation.
 
     Attributes:
         record: What the training did.
@@ -100,7 +99,7 @@ class Recorder:
     """
 
     def __init__(
-        self, overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = False
+        self, overflows: Collection[int] = OVERFLOWS, *, looks_anyway: bool = True
     ) -> None:
         self.record = Record()
         self.schedules: dict[Any, Schedule] = {}
@@ -109,10 +108,9 @@ class Recorder:
         self._gradients: list[StepGradients] = []
         self._by_optimizer: dict[Any, list[StepGradients]] = {}
         self._overflows = ForcedOverflows(overflows)
-        self._moves = ScaleMoves(self._overflow_is_due if moves_scale else lambda: True)
         self._forwards = Forwards(self.record)
         self._cause_search = CauseSearch(
-            self.record, self._forwards.roots, looks_anyway=moves_scale
+            self.record, self._forwards.roots, looks_anyway=looks_anyway
         )
         # Whether gradients were made to overflow since the last update of a scale.
         self._disturbed = False
@@ -134,7 +132,6 @@ class Recorder:
         """Note that a training batch begins."""
         self.record.batches += 1
         self._in_batch = True
-        self._moves.begin(self._scalers)
         self._cause_search.begin_batch(batch)
 
     def end_batch(self) -> None:
@@ -171,7 +168,6 @@ class Recorder:
                 hooked = self._in_place_of(getattr(owner, name), hook)
                 stack.enter_context(patched(owner, name, hooked))
             stack.callback(setattr, self, "_ended", True)
-            stack.callback(self._moves.end)
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -307,10 +303,6 @@ class Recorder:
             gradients.note_changes()
         return its
 
-    def _overflow_is_due(self) -> bool:
-        """Whether the next window of an optimizer will be made to overflow."""
-        return any(each.is_due() for each in self._gradients)
-
     def _known_scaler(self, scaler: torch.amp.GradScaler) -> Scaler:
         if scaler not in self._scalers:
             ours = "determined_amp" in type(scaler).__module__ or called_by_library()
@@ -346,7 +338,6 @@ class Recorder:
 
     def _scale(self, run: Run, scaler: Any, outputs: Any) -> Any:
         """Note that a scaler scales a loss, and mark the loss in the graph."""
-        self._moves.begin([scaler])
         scaled = run()
         scale = _scale_of(scaler)
         if scale:
@@ -373,15 +364,13 @@ class Recorder:
     def _note_backward(self, run: Run, outputs: Any) -> Any:
         """Note a backward that adds to gradients."""
         self.before_backward()
-        scales = self._scales()
         losses = tensors_of(outputs)
         event = self.record.note(
             "backward",
-            loss=loss_of(outputs, scales),
+            loss=loss_of(outputs, self._scales()),
             autocast=autocast_is_on("cpu") or autocast_is_on("cuda"),
             in_step=self._is_stepping(),
             finite=all(map(is_finite, losses)),
-            scale=max(scales, default=0.0),
             reached=0,
             added=0.0,
             divided=False,
@@ -424,7 +413,6 @@ class Recorder:
         if self._backward_now is None:
             return
         event, before = self._backward_now
-        may_force = may_force and not self._moves.is_moved
         for gradients in [*before]:
             if gradients.versions() != before[gradients]:
                 del before[gradients]
@@ -533,17 +521,17 @@ class Recorder:
         gradients.end_step(
             scaled=scaled,
             scaler=self._known_scaler(scaler) if scaler and scaled else None,
-            scale=_scale_of(scaler) if scaler and scaled else gradients.scale,
+            scale=_scale_of(scaler) if scaler and scaled else 0.0,
             disturbed=self._disturbed,
             in_backward=self._backward_now is not None,
             after_save=self.record.saved,
         )
 
-    def _update(self, run: Run, scaler: Any, new_scale: Any = None) -> None:
-        """Note the update of a scaler, and put a moved scale back."""
+    def _update(self, run: Run, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        """Note the update of a scaler."""
         for gradients in self._gradients:
             gradients.update()
-        self._moves.update(scaler, run, sets=new_scale is not None)
+        run()
         self._disturbed = False
         if scaler.is_enabled():
             self.record.note("update", after=_scale_of(scaler))
@@ -570,10 +558,9 @@ class Recorder:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         """A hook of torch before the forward of each module."""
-        if torch.is_grad_enabled():
-            self._moves.begin(self._scalers)
-            if not self._in_batch and self._forwards.begins_again(module):
-                self._cause_search.end_forward()
+        is_trained = torch.is_grad_enabled() and not self._in_batch
+        if is_trained and self._forwards.begins_again(module):
+            self._cause_search.end_forward()
         self._forwards.before(module, inputs)
 
     def _drop_casts(self, run: Run) -> None:

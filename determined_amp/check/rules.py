@@ -27,7 +27,7 @@ _BY_STEPS = 0.75
 
 # A limit below this share of the scale was not multiplied by the scale. Neither was one
 # that is the same number at scales that differ by more than the factor `_APART`.
-_LIMIT, _APART = 0.01, 4.0
+_LIMIT, _APART = 0.01, 1.5
 
 # In float16, a loss that is multiplied by this or more is scaled by hand.
 _BY_HAND = 64.0

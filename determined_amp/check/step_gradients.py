@@ -51,7 +51,6 @@ class StepGradients:
     Attributes:
         number: The number of the optimizer.
         factor: What multiplies the gradients; NaN if unknown.
-        scale: The loss scale of the newest backward.
         clipped: Whether torch has clipped the gradients since the last measurement.
         norms: The norm of each gradient at the last measurement, in the order of the
             weights.
@@ -67,7 +66,6 @@ class StepGradients:
     ) -> None:
         self.number = record.optimizers
         self.factor = 1.0
-        self.scale: float | None = None
         self.clipped = False
         self.norms: list[float] = []
         self.trained_weights: set[torch.Tensor] = set()
@@ -171,12 +169,8 @@ class StepGradients:
         is_multiple = is_same_size and torch.allclose(now, ratio * sample, rtol=0.01)
         if self.norm and not is_multiple:
             window.rewritten = True
-        if self.factor > SCALED:
-            if is_same_size:
-                change = float(torch.linalg.vector_norm(now - sample))
-                window.added = math.hypot(window.added, change / self.factor)
-            if not ratio * self.factor > 1.01:
-                self.factor = math.nan  # perhaps divided by the scale and clipped
+        if self.factor > SCALED and not ratio * self.factor > 1.01:
+            self.factor = math.nan  # perhaps divided by the scale and clipped
 
     def _note_set_by_hand(self) -> None:
         """Begin a window if the training set a gradient itself: `p.grad = g`."""
@@ -239,7 +233,6 @@ class StepGradients:
         self.overflows.divide(self.weights, scale)
         self.window.unscales.append(self._record.note("unscale"))
         self.measure()
-        self.window.unclipped = self.norm
 
     @unheard
     def note_arrival(self, weight: torch.Tensor, gradient: Any) -> None:
@@ -283,7 +276,6 @@ class StepGradients:
         window, loss = self.window, backward.loss
         is_first = window.is_empty or not window.backwards
         window.backwards.append(backward)
-        self.scale = loss.scale
         self.measure()
         by_hooks = self._left_by_hooks()
         if loss.scale:
@@ -364,24 +356,16 @@ class StepGradients:
         Args:
             known: What else is known of the step, for its event.
         """
-        window, norms = self.window, self._norms_of_step()
-        norm = math.hypot(*norms)
+        window, norm = self.window, self._norm_of_step()
         self._step["again"] &= norm != 0
-        measured = {
-            "norm": norm,
-            "norms": norms,
-            "unclipped": norm if window.unclipped is None else window.unclipped,
-            "added": window.added,
-        }
         multiplied = {
+            "norm": norm,
             "factor": self.factor / self._divisor,
             "by_hand": window.by_hand,
             "divided": bool(window.unscales) or self._divisor != 1,
         }
         known |= {"optimizer": self.number, "lost": _share_lost(self._weights_before)}
-        step = self._record.note(
-            "step", **measured, **multiplied, **self._step, **known
-        )
+        step = self._record.note("step", **multiplied, **self._step, **known)
         if self.is_open or norm:  # the optimizer has gradients
             window.steps.append(step)
         for backward in window.used:
@@ -391,18 +375,16 @@ class StepGradients:
         self._is_rounded = are_rounded(self.weights)
         self._used, self.factor, self.computed_since_step = self.versions(), 1.0, False
 
-    def _norms_of_step(self) -> list[float]:
-        """The norms of the gradients that the step used; its hooks may change them."""
-        now = self.versions()
-        norms = [norm / self._divisor for norm in self.norms]
+    def _norm_of_step(self) -> float:
+        """The norm of the gradients that the step used; its hooks may change them."""
+        now, before = self.versions(), self.norm / self._divisor
         if now == self._keys_at_begin or not _are_same(now, self._keys_at_begin):
-            return norms
-        before = math.hypot(*norms)
+            return before
         self.measure()
         if not self.norm:  # the step has zeroed them
-            return norms
+            return before
         self.window.by_hand *= self.norm / before if before else 1.0
-        return self.norms
+        return self.norm
 
 
 def _numbers_of(weight: torch.Tensor) -> torch.Tensor:

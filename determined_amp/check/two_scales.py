@@ -52,6 +52,8 @@ _MOST = 2.0**32
 # loss is a difference of larger numbers, so its digits are fewer.
 LOSSES, WEIGHTS = "the losses", "the weights"
 _ROUNDING = {LOSSES: 1e-3, WEIGHTS: 1e-5}
+# How many numbers of each tensor are compared, besides its norm and its sum.
+_SAMPLED = 16
 
 # A training that is told to end gets this many seconds more.
 _GRACE = 5.0
@@ -70,8 +72,7 @@ class Reading:
     what: str  # the losses, before they are scaled, or the weights after a step
     where: Where | None  # the user's line
     step: int  # number of optimizer steps before it
-    # For each tensor its norm, and its sum over the root of its size.
-    values: tuple[tuple[float, float], ...]
+    values: tuple[tuple[float, ...], ...]  # for each tensor, beginning with its norm
 
     def is_near(self, other: Reading) -> bool:
         """Whether that of another training differs by no more than rounding."""
@@ -324,11 +325,13 @@ class _Tracer:
 
     def _note(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), torch.DisableTorchFunction():
-            values = [_norm_and_sum(each.detach().double()) for each in tensors]
+            values = [_values_of(each.detach().double()) for each in tensors]
         reading = Reading(what, users_line(), self._steps, tuple(values))
         self._readings.append(reading)
 
 
-def _norm_and_sum(tensor: torch.Tensor) -> tuple[float, float]:
-    root = max(1, tensor.numel()) ** 0.5
-    return float(tensor.norm()), float(tensor.sum()) / root
+def _values_of(tensor: torch.Tensor) -> tuple[float, ...]:
+    """The norm of a tensor, and its sum and some of its numbers at the size of it."""
+    size = max(1, tensor.numel())
+    few = tensor.flatten()[:: math.ceil(size / _SAMPLED)] * size**0.5
+    return float(tensor.norm()), float(tensor.sum()) / size**0.5, *few.tolist()
