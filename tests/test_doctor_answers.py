@@ -37,7 +37,6 @@ NOT_YET = {}
 SUSPECTED = {
     "batches_without_targets": "loss_not_finite",
     "leaves_out_a_rare_nan": "left_out",
-    "maml": "penalty_scaled",
     "outliers_bring_the_scale_down": "no_steps",
     "schedule_guarded_by_the_scale_where_batches_are_bad": "no_steps",
     "sum_over_pixels_with_outliers": "no_steps",
@@ -353,12 +352,6 @@ for inputs, targets in loader():
 """
     findings = findings_of(script, "mask.py")
     assert "overflow_in_forward" not in {finding.key for finding in findings}
-
-
-def test_penalty_that_is_divided_is_not_suspected_while_a_cause_is_looked_for():
-    name = "penalty_of_divided_gradients_of_inputs"
-    findings = findings_of(RIGHT[name], f"{name}.py")
-    assert "penalty_scaled" not in {finding.key for finding in findings}
 
 
 @pytest.mark.parametrize(

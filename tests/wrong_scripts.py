@@ -680,7 +680,7 @@ for inputs, targets in loader():
     ),
     "divides_by_the_scale_too": Mistake(
         "fault",
-        "unscaled_twice|depends_on_scale",
+        "depends_on_scale",
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -2035,7 +2035,7 @@ for step in range(20):
     # Gradients of gradients.
     "penalty_of_scaled_gradients": Mistake(
         "fault",
-        "penalty_scaled|depends_on_scale|no_steps",
+        "depends_on_scale",
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -2053,8 +2053,8 @@ for inputs, targets in loader():
 """,
     ),
     "weights_of_tasks_by_norms_of_scaled_gradients": Mistake(
-        "suspicion",
-        "penalty_scaled",
+        "fault",
+        "depends_on_scale",
         """\
 trunk, first, second = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 1)
 tasks = nn.Parameter(torch.ones(2))
@@ -2079,15 +2079,15 @@ for inputs, targets in loader():
         for w, each in zip(tasks, losses)
     ]
     difference = (norms[0] - norms[1]).abs()
-    (tasks.grad,) = torch.autograd.grad(difference, tasks)  # HERE
-    of_tasks.step()
+    (tasks.grad,) = torch.autograd.grad(difference, tasks)
+    of_tasks.step()  # HERE
     scaler.step(optimizer)
     scaler.update()
 """,
     ),
     "inner_step_with_scaled_gradients": Mistake(
-        "fault|suspicion",
-        "penalty_scaled|depends_on_scale|no_steps",
+        "fault",
+        "depends_on_scale",
         """\
 model = nn.Linear(8, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -6,7 +6,6 @@ backward it calls `loss_of`, which walks the graph from the loss to the paramete
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ class Loss:
         False  # it is several numbers, so the backward begins with a gradient
     )
     trains: bool = False  # whether it depends on parameters
-    # The scale of gradients in it, as in a penalty, that nothing has unscaled.
-    penalty: float | None = None
 
 
 def mark(tensors: Any, **known: Any) -> None:
@@ -44,7 +41,7 @@ def mark(tensors: Any, **known: Any) -> None:
     Args:
         tensors: The tensors, in any containers.
         known: For scaled losses, the `scale` and the `dtype` before scaling. For
-            gradients, `gradient`: the scale of their loss, 1 if it has none.
+            gradients, `gradient`.
     """
     for tensor in tensors_of(tensors):
         node: Any = tensor.grad_fn
@@ -82,15 +79,12 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
 
 def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
     """Find the scales of a loss or of its parts, and the parameters behind it."""
-    gradients: list[float] = []
-    numbers = [1.0]
     waiting: list[tuple[Any, float | None]] = [(root, None) for root in roots]
     seen = {*waiting}
     while waiting and len(seen) < _MOST_NODES:
         node, factor = waiting.pop()
         known, name = _known_of(node), node.name()
         if "gradient" in known:  # the graph behind it is that of another loss
-            gradients.append(known["gradient"])
             continue
         scale, number = known.get("scale"), _number_in(node)
         # The training scales by hand. Behind a scaler's scale, such a factor is chance.
@@ -99,18 +93,12 @@ def _read_graph(loss: Loss, roots: list[Any], scales: Sequence[float]) -> None:
         if scale:
             factor = scale * (factor or 1.0)
             loss.scale = max(loss.scale or factor, factor)
-        elif number:
-            numbers.append(max(number, 1 / number))
         if "AccumulateGrad" in name:
             loss.unscaled = loss.unscaled or factor is None
             loss.trains = loss.trains or isinstance(node.variable, torch.nn.Parameter)
         behind = {(each, factor) for each in _behind(node)} - seen
         seen |= behind
         waiting += behind
-    # Gradients that the loss multiplies or divides by their scale are unscaled.
-    for gradient in gradients:
-        if not any(math.isclose(number, gradient, rel_tol=1e-3) for number in numbers):
-            loss.penalty = gradient
 
 
 def _factor_before(node: Any) -> float:

@@ -64,8 +64,7 @@ class Event(SimpleNamespace):
         whether a backward runs meanwhile; `after_save`, whether Determined's loop has
         saved a checkpoint.
         Its gradients: `norm`, of those that it used; `factor`, what still multiplies
-        them; `divided`, whether they were unscaled; `by_hand`, what the user's code
-        multiplied them by.
+        them; `by_hand`, what the user's code multiplied them by.
         Its weights: `rates`, the learning rate of each group, and `rate`, the first;
         `rounded`, whether the float32 weights have become 16-bit numbers since the
         step before; `lost`, the share of 16-bit weights that it left unchanged.

@@ -353,10 +353,9 @@ class Recorder:
         if kwargs.get("accumulate_grad"):
             result = self._note_backward(run, outputs)
         else:  # `torch.autograd.grad`
-            loss = loss_of(outputs, self._scales())
-            self.record.note("grad", loss=loss)
+            self.record.note("grad", loss=loss_of(outputs, self._scales()))
             result = run()
-            mark(result, gradient=loss.scale or 1.0)
+            mark(result, gradient=True)
         for each in self._gradients:
             each.computed_since_step = True
         return result

@@ -131,16 +131,6 @@ def steps_twice(record: Record) -> Found:
         yield Seen(steps, part=twice, of=record.stepped_windows, steps=steps)
 
 
-def divides_by_hand_too(record: Record) -> Found:
-    """The user's code divides by the scale, and so does the scaler."""
-    made = record.of("step", scaled=True, skipped=False)
-    # If the scaler does not divide, the user's division is right.
-    steps = [step for step in made if step.scale > SCALED and step.divided]
-    twice = [step for step in steps if _is_near(step.by_hand * step.scale, 1)]
-    if len(twice) > len(steps) / 2:
-        yield Seen(twice, of=steps)
-
-
 def clips_scaled_norms(record: Record) -> Found:
     """Gradients are clipped by norm while they are scaled."""
     return _clips_scaled(record, record.of("clip", of="max_norm"))
@@ -291,13 +281,6 @@ def _is_accumulated(record: Record, window: StepWindow) -> bool:
 def runs_backward_under_autocast(record: Record) -> Found:
     """A backward runs under autocast."""
     yield Seen(record.of("backward", autocast=True), proven=False)
-
-
-def adds_scaled_gradients_to_the_loss(record: Record) -> Found:
-    """A loss contains gradients of a scaled loss that nothing unscales."""
-    computed = [*record.of("backward"), *record.of("grad")]
-    penalized = [each for each in computed if each.loss.penalty is not None]
-    yield Seen(penalized, proven=False)
 
 
 def gets_16_bits_that_cuda_refuses(record: Record) -> Found:

@@ -27,13 +27,13 @@ from determined_amp.check.stand_in import unheard
 # Gradients with a larger factor are still scaled.
 SCALED = 1.5
 
+# About how many numbers of each gradient are compared before and after a change.
+_SAMPLED = 256
+
 # How often the gradients of one window may be made to overflow. The training may zero
 # those of the first backward, such as the ones that a generator's loss leaves in the
 # discriminator.
 _MOST_OVERFLOWS = 2
-
-# About how many numbers of each gradient are compared before and after a change.
-_SAMPLED = 256
 
 
 class StepGradients:
@@ -126,7 +126,7 @@ class StepGradients:
     def measure(self) -> None:
         """Take the norm of each gradient, and a sample of its numbers."""
         weights = self.weights
-        numbers = [_numbers_of(weight) for weight in weights]
+        numbers = [_numbers_of(weight.grad) for weight in weights]
         self.norms = [float(torch.linalg.vector_norm(each)) for each in numbers]
         few = [each[:: max(1, len(each) // _SAMPLED)] for each in numbers]
         self._sample = torch.cat([torch.zeros(0), *few])
@@ -169,8 +169,8 @@ class StepGradients:
         is_multiple = is_same_size and torch.allclose(now, ratio * sample, rtol=0.01)
         if self.norm and not is_multiple:
             window.rewritten = True
-        if self.factor > SCALED and not ratio * self.factor > 1.01:
-            self.factor = math.nan  # perhaps divided by the scale and clipped
+        if self.factor > SCALED:
+            self.factor = _known(self.factor, ratio)
 
     def _note_set_by_hand(self) -> None:
         """Begin a window if the training set a gradient itself: `p.grad = g`."""
@@ -240,7 +240,7 @@ class StepGradients:
         has_weight = any(weight is each for each in self.weights)
         # A hook before the addition to an older gradient tells nothing of the sum.
         if has_weight and (weight.grad is None or weight.grad is gradient):
-            norm = float(torch.linalg.vector_norm(values_of(gradient).float()))
+            norm = float(torch.linalg.vector_norm(_numbers_of(gradient)))
             self._arrived.setdefault(weight, norm)
 
     def _left_by_hooks(self) -> float:
@@ -279,9 +279,7 @@ class StepGradients:
         self.measure()
         by_hooks = self._left_by_hooks()
         if loss.scale:
-            self.factor = loss.scale * by_hooks
-            if not self.factor > 1.01:
-                self.factor = math.nan  # perhaps divided by the scale and clipped
+            self.factor = _known(loss.scale, by_hooks)
         elif loss.has_gradient:
             self.factor = math.nan  # unknown: that of the gradient it began with
         backward.added = math.hypot(backward.added, self.norm - before)
@@ -362,7 +360,6 @@ class StepGradients:
             "norm": norm,
             "factor": self.factor / self._divisor,
             "by_hand": window.by_hand,
-            "divided": bool(window.unscales) or self._divisor != 1,
         }
         known |= {"optimizer": self.number, "lost": _share_lost(self._weights_before)}
         step = self._record.note("step", **multiplied, **self._step, **known)
@@ -387,11 +384,19 @@ class StepGradients:
         return self.norm
 
 
-def _numbers_of(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers of a weight's gradient, in float32; empty without a gradient."""
-    if weight.grad is None:
+def _known(factor: float, ratio: float) -> float:
+    """What multiplies gradients after a change of their norm by a ratio.
+
+    NaN if they may have been divided by the scale, and clipped.
+    """
+    return factor if ratio * factor > 1.01 else math.nan
+
+
+def _numbers_of(gradient: torch.Tensor | None) -> torch.Tensor:
+    """The numbers of a gradient, in float32; empty if there is none."""
+    if gradient is None:
         return torch.zeros(0)
-    return values_of(weight.grad).float().flatten()
+    return values_of(gradient).float().flatten()
 
 
 def _are_same(keys: Sequence[Key], others: Sequence[Key]) -> bool:
