@@ -14,21 +14,21 @@ and the judge turns what they report into findings. Read the modules in this ord
    finding, with its rules and its text.
 2. record.py: what a training did, as plain data: events, windows, scalers, schedules.
 3. recorder.py: hooks into torch, which note the events.
-4. step_gradients.py: the gradients of one optimizer, from a backward to its step.
-5. interventions.py: forced overflows.
-6. losses.py: what the autograd graph says about a loss, such as its scale.
-7. forwards.py: modules that run, under autocast or not, and overflows in validations.
-8. causes.py: the first operation whose result is not finite, and what helps.
-9. stand_in.py: lets `"cuda"` mean the CPU on a machine without a GPU.
-10. invariants.py: rules about what holds for every correct training.
-11. rules.py: rules about known mistakes and their lines.
-12. judge.py: asks all rules and merges what they report.
-13. advice.py: adapts the lines to write to the user's script.
-14. two_scales.py: trains again in float32, at two loss scales that must not matter.
-15. any_loop.py: examines a loop or a script.
-16. doctor.py: examines a trial, in Determined's loop.
-17. scratch.py: redirects what a script or trial writes to a scratch folder.
-18. confinement.py: refuses writes that cannot be redirected.
+4. step_gradients.py: the gradients of one optimizer, from a backward to its step. It
+   makes some of them overflow.
+5. losses.py: what the autograd graph says about a loss, such as its scale.
+6. forwards.py: modules that run, under autocast or not, and overflows in validations.
+7. causes.py: the first operation whose result is not finite, and what helps.
+8. stand_in.py: lets `"cuda"` mean the CPU on a machine without a GPU.
+9. invariants.py: rules about what holds for every correct training.
+10. rules.py: rules about known mistakes and their lines.
+11. judge.py: asks all rules and merges what they report.
+12. advice.py: adapts the lines to write to the user's script.
+13. two_scales.py: trains again in float32, at two loss scales that must not matter.
+14. any_loop.py: examines a loop or a script.
+15. doctor.py: examines a trial, in Determined's loop.
+16. scratch.py: redirects what a script or trial writes to a scratch folder.
+17. confinement.py: refuses writes that cannot be redirected.
 
 To find out where a finding comes from, look at its row, which names its rules. A rule
 reads the events of the record. With `findings` as above, this prints all events:

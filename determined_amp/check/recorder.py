@@ -2,8 +2,8 @@
 
 Scalers, optimizers, schedulers, backwards, clips, autocast, casts and saves become
 events of a `Record`. The recorder passes what happens to the gradients of an optimizer
-to `step_gradients.py`, and forwards to `forwards.py` and `causes.py`. It also decides
-when `interventions.py` disturbs the training. `any_loop.py` and `doctor.py` run it.
+to `step_gradients.py`, and forwards to `forwards.py` and `causes.py`. `any_loop.py` and
+`doctor.py` run it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from determined_amp.amp.torch_private import backwards_through, states_of_steps
 from determined_amp.amp.users_code import is_users
 from determined_amp.check.causes import CauseSearch
 from determined_amp.check.forwards import Forwards
-from determined_amp.check.interventions import ForcedOverflows
 from determined_amp.check.losses import loss_of, mark, was_scaled
 from determined_amp.check.record import (
     Event,
@@ -107,7 +106,7 @@ class Recorder:
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
         self._gradients: list[StepGradients] = []
         self._by_optimizer: dict[Any, list[StepGradients]] = {}
-        self._overflows = ForcedOverflows(overflows)
+        self._windows_to_force = [*overflows]
         self._forwards = Forwards(self.record)
         self._cause_search = CauseSearch(
             self.record, self._forwards.roots, looks_anyway=looks_anyway
@@ -289,7 +288,7 @@ class Recorder:
             weights = set(parameters_of(optimizer))
             inside = [g for g in self._gradients if weights.issuperset(g.weights)]
             if weights != {weight for each in inside for weight in each.weights}:
-                new = StepGradients(optimizer, self.record, self._overflows)
+                new = StepGradients(optimizer, self.record, self._windows_to_force)
                 inside = [new]
                 self._gradients += inside
             self._by_optimizer[optimizer] = inside
@@ -385,8 +384,6 @@ class Recorder:
         finally:
             self._note_arrivals()
             self._backward_now = None
-        for gradients in self._gradients:
-            gradients.after_backward()
         self._cause_search.end_backward(losses, event.added)
         return result
 
@@ -412,23 +409,26 @@ class Recorder:
         if self._backward_now is None:
             return
         event, before = self._backward_now
-        for gradients in [*before]:
-            if gradients.versions() != before[gradients]:
-                del before[gradients]
-                event.reached += 1
-                if gradients.note_backward(event, may_force=may_force):
-                    self._disturb(gradients)
+        changed = [each for each in before if each.versions() != before[each]]
+        due = []
+        for gradients in changed:
+            del before[gradients]
+            event.reached += 1
+            if gradients.note_backward(event, may_force=may_force):
+                due.append(gradients)
+        for gradients in due:
+            self._disturb(gradients)
 
     def _disturb(self, forced: StepGradients) -> None:
-        """Note that gradients were made to overflow.
+        """Make gradients overflow.
 
         All optimizers that train one of the same weights share the overflow.
         """
         self._disturbed = True
+        forced.force_overflow()
         theirs = set(forced.weights)
         for gradients in self._gradients:
-            if not theirs.isdisjoint(gradients.weights):
-                gradients.window.forced = True
+            gradients.share_overflow(theirs)
 
     def _unscale(self, run: Run, scaler: Any, optimizer: Any) -> None:
         """Note that a scaler unscales an optimizer's gradients."""
@@ -453,7 +453,9 @@ class Recorder:
         factor = max((each for each in factors if each > SCALED), default=1.0)
         for of in {"max_norm", "clip_value"} & known.keys():
             if known.get("error_if_nonfinite"):
-                self._overflows.stop()
+                self._windows_to_force.clear()
+                for gradients in self._gradients:
+                    gradients.take_overflow_back()
             for gradients in clipped:
                 gradients.clipped = True
             norms = (each.detach().float().norm() for each in clip.gradients)

@@ -2,13 +2,14 @@
 
 It answers what multiplies the gradients, and what the user's code did to them. The
 recorder calls it at each backward, unscale, clip, update and step. It notes each step
-in the record, and asks `interventions.py` for forced overflows.
+in the record. In some windows it makes the gradients overflow: a correct training skips
+these steps, and all its other updates are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,12 +21,19 @@ from determined_amp.amp.tensors import (
     parameters_of,
     values_of,
 )
-from determined_amp.check.interventions import ForcedOverflows, Key, version_key
+from determined_amp.amp.torch_private import version_of
 from determined_amp.check.record import Event, Record, StepWindow
 from determined_amp.check.stand_in import unheard
 
+# The identity of a gradient tensor, and the version of its values.
+Key = tuple[int, int]
+
 # Gradients with a larger factor are still scaled.
 SCALED = 1.5
+
+# Gradients that were made to overflow are masked if their norm is 0, or more than this
+# many times the true one. Other code may have put true gradients back.
+_MASKED = 10.0
 
 # About how many numbers of each gradient are compared before and after a change.
 _SAMPLED = 256
@@ -46,7 +54,8 @@ class StepGradients:
     Args:
         optimizer: The optimizer.
         record: Where events and windows are noted.
-        overflows: Makes the gradients overflow in some windows.
+        windows_to_force: The windows, counted from 0, in which the gradients are made
+            to overflow.
 
     Attributes:
         number: The number of the optimizer.
@@ -58,11 +67,12 @@ class StepGradients:
         window: The newest window.
         computed_since_step: Whether autograd has computed gradients since the last
             step, or since the gradients were left out.
-        overflows: See above.
+        overflows: Whether the gradients were made to overflow. Until they are zeroed or
+            stepped with, they are not measured.
     """
 
     def __init__(
-        self, optimizer: Optimizer, record: Record, overflows: ForcedOverflows
+        self, optimizer: Optimizer, record: Record, windows_to_force: Collection[int]
     ) -> None:
         self.number = record.optimizers
         self.factor = 1.0
@@ -71,7 +81,8 @@ class StepGradients:
         self.trained_weights: set[torch.Tensor] = set()
         self.computed_since_step = False
         self.window = StepWindow(self.number)
-        self.overflows = overflows
+        self.overflows = False
+        self._windows_to_force = windows_to_force
         self._optimizer = optimizer
         self._record = record
         self._sample = torch.zeros(0)  # a few numbers at the last measurement
@@ -80,12 +91,8 @@ class StepGradients:
         self._arrived: dict[torch.Tensor, float] = {}
         # Whether the running backward adds to gradients that a step has used.
         self._adds_to_used = False
-        # Whether the forced overflow is taken back while a backward adds to it.
-        self._taken_back = False
         self._to_force = 0  # overflows that this window may still get
         self._forced_windows = 0  # windows that were made to overflow
-        # `by_hand` of the last window without a forced overflow.
-        self._usual_factor = 1.0
         # The running step: its attributes as an event, what the optimizer divides the
         # gradients by, the gradients at its beginning, and the 16-bit weights with
         # their values at its beginning.
@@ -125,6 +132,8 @@ class StepGradients:
 
     def measure(self) -> None:
         """Take the norm of each gradient, and a sample of its numbers."""
+        if self.overflows:
+            return
         weights = self.weights
         numbers = [_numbers_of(weight.grad) for weight in weights]
         self.norms = [float(torch.linalg.vector_norm(each)) for each in numbers]
@@ -135,8 +144,10 @@ class StepGradients:
 
     def _open_window(self) -> None:
         """Begin a new window."""
-        self.overflows.forget(self.weights)
+        # The gradients of a step that was left out bring their overflow along.
+        self.overflows &= self.window.left_out
         self.window = StepWindow(self.number, self.window.place + 1)
+        self.window.forced = self.overflows
         self.clipped = False
         self._record.windows.append(self.window)
 
@@ -147,7 +158,7 @@ class StepGradients:
         """Note what the user's code did to the gradients since the last measurement."""
         if not self.is_open:
             self._note_set_by_hand()
-        elif not self.overflows.are_in(self.weights):
+        elif not self.overflows:
             norm, sample = self.norm, self._sample
             self.measure()
             if not self.clipped:
@@ -192,8 +203,7 @@ class StepGradients:
         if self.is_open and not window.is_empty and not any(self._are_other_than_0()):
             window.zeroed += self._record.of("zero_grad")[-1:]
             window.lost, window.stale = len(window.backwards), False
-            self.factor, self.norms = 1.0, []
-            self.overflows.forget(self.weights)
+            self.factor, self.norms, self.overflows = 1.0, [], False
 
     def _are_other_than_0(self) -> Iterator[bool]:
         """Yield for each weight whether it has a gradient that is not 0."""
@@ -202,16 +212,9 @@ class StepGradients:
 
     @unheard
     def before_backward(self) -> None:
-        """Prepare for a backward.
-
-        The user's code may have zeroed the gradients by hand. A forced overflow is
-        taken back, so the backward adds to the true gradients.
-        """
+        """Prepare for a backward. The user's code may have zeroed the gradients."""
         self.note_zeros()
         self._arrived.clear()
-        self._taken_back = self.overflows.are_untouched(self.weights)
-        if self._taken_back:
-            self.overflows.give_back(self.weights)
         self._adds_to_used = not self.is_open and self._holds_used()
 
     def _holds_used(self) -> bool:
@@ -230,7 +233,7 @@ class StepGradients:
     def unscale(self, scale: float) -> None:
         """Note that a scaler has unscaled the gradients."""
         self.factor /= scale
-        self.overflows.divide(self.weights, scale)
+        self.norms = [norm / scale for norm in self.norms]
         self.window.unscales.append(self._record.note("unscale"))
         self.measure()
 
@@ -252,7 +255,7 @@ class StepGradients:
 
     def is_due(self) -> bool:
         """Whether the next window will be made to overflow."""
-        due = sum(number <= self.window.place for number in self.overflows.windows)
+        due = sum(number <= self.window.place for number in self._windows_to_force)
         return due > self._forced_windows
 
     @unheard
@@ -264,15 +267,13 @@ class StepGradients:
             may_force: Whether they may be made to overflow now.
 
         Returns:
-            Whether they were made to overflow.
+            Whether they are to be made to overflow.
         """
         before = self.norm if self.is_open else 0.0
         if not (self.is_open and self.window.backwards):
             self._to_force = _MOST_OVERFLOWS if may_force and self.is_due() else 0
-            # The gradients of a step that was left out bring their overflow along.
-            is_forced = self.window.left_out and self._taken_back
             self._open_window()
-            self.window.stale, self.window.forced = self._adds_to_used, is_forced
+            self.window.stale = self._adds_to_used
         window, loss = self.window, backward.loss
         is_first = window.is_empty or not window.backwards
         window.backwards.append(backward)
@@ -283,25 +284,36 @@ class StepGradients:
         elif loss.has_gradient:
             self.factor = math.nan  # unknown: that of the gradient it began with
         backward.added = math.hypot(backward.added, self.norm - before)
-        forces = bool(loss.scale) and is_first and self._to_force > 0
-        if forces:
-            self._force_overflow()
-        return forces
-
-    def _force_overflow(self) -> None:
-        """Make the gradients of this window overflow."""
-        self.overflows.make(self.weights)
-        self._taken_back = False
-        self._to_force -= 1
-        self._forced_windows += not self.window.forced
-        self.window.forced = True
+        return bool(loss.scale) and is_first and self._to_force > 0
 
     @unheard
-    def after_backward(self) -> None:
-        """Make the gradients overflow again, if the overflow was taken back."""
-        if self._taken_back:
-            self.overflows.make(self.weights)
-            self._taken_back = False
+    def force_overflow(self) -> None:
+        """Make the gradients of this window overflow."""
+        for weight in self.weights:
+            if weight.grad is not None:
+                _write(weight.grad, weight.grad.data * math.inf)
+        self._to_force -= 1
+        self._forced_windows += not self.window.forced
+
+    def share_overflow(self, weights: Set[torch.Tensor]) -> None:
+        """Note that the gradients of these weights were made to overflow."""
+        if not weights.isdisjoint(self.weights):
+            self.window.forced = self.overflows = True
+
+    @unheard
+    def take_overflow_back(self) -> bool:
+        """Replace an overflow by zeros, which endanger no weights and no moments.
+
+        Returns:
+            Whether there was an overflow, also if the user's code has masked it.
+        """
+        was_forced, true_norm, self.overflows = self.overflows, self.norm, False
+        self.measure()
+        is_hidden = was_forced and not 0 < self.norm <= _MASKED * true_norm
+        for weight in self.weights if is_hidden else ():
+            if weight.grad is not None:
+                _write(weight.grad, torch.zeros_like(weight.grad))
+        return is_hidden
 
     # The step.
 
@@ -327,12 +339,8 @@ class StepGradients:
         self.note_changes()
         self.window.left_out = False  # the step comes after the update
         weights = self.weights
-        gave_back = not skipped and self.overflows.give_back(
-            weights, self._usual_factor
-        )
+        overflows = not skipped and self.take_overflow_back()
         self.measure()
-        if not self.window.forced:
-            self._usual_factor = self.window.by_hand
         self._keys_at_begin = self.versions()
         self._divisor = divisor
         rates = [group.get("lr") for group in self._optimizer.param_groups]
@@ -341,7 +349,7 @@ class StepGradients:
         self._step = {
             "skipped": skipped,
             "again": not self.is_open,
-            "overflows": gave_back,
+            "overflows": overflows,
             "rates": rates,
             "rate": float((rates or [0])[0] or 0),
             "rounded": self._is_rounded is False and are_rounded(weights),
@@ -355,7 +363,7 @@ class StepGradients:
             known: What else is known of the step, for its event.
         """
         window, norm = self.window, self._norm_of_step()
-        self._step["again"] &= norm != 0
+        self._step["again"] &= norm != 0 or self._step["overflows"]
         multiplied = {
             "norm": norm,
             "factor": self.factor / self._divisor,
@@ -371,6 +379,7 @@ class StepGradients:
         self._record.weight_dtypes |= {dtype_name(weight.dtype) for weight in weights}
         self._is_rounded = are_rounded(self.weights)
         self._used, self.factor, self.computed_since_step = self.versions(), 1.0, False
+        self.overflows = False
 
     def _norm_of_step(self) -> float:
         """The norm of the gradients that the step used; its hooks may change them."""
@@ -382,6 +391,20 @@ class StepGradients:
             return before
         self.window.by_hand *= self.norm / before if before else 1.0
         return self.norm
+
+
+def version_key(weight: torch.Tensor) -> Key:
+    """A key that changes with the gradient tensor of a weight and with its values."""
+    gradient = weight.grad
+    return (0, 0) if gradient is None else (id(gradient), version_of(gradient))
+
+
+def _write(gradient: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values into a gradient without changing its version."""
+    if gradient.is_sparse:
+        gradient.data = values  # `data` of a sparse tensor is a copy
+    else:
+        gradient.data.copy_(values)
 
 
 def _known(factor: float, ratio: float) -> float:
