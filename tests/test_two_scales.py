@@ -1,7 +1,11 @@
 """`check.two_scales`: a correct script trains alike at any loss scale."""
 
 import contextlib
+import multiprocessing
 import os
+import select
+import signal
+import time
 from functools import partial
 
 import pytest
@@ -26,30 +30,35 @@ for inputs, targets in loader():
     scaler.step(optimizer)
     scaler.update()
 """
-PARAMETERS = "    for p in model.parameters():\n        "
+PARAMETERS = "\n    for p in model.parameters():\n        "
 
 RIGHT_LINES = {
     "nothing": "pass",
-    "unscaled before the average": "scaler.unscale_(optimizer)\n"
+    "unscaled before the average": "scaler.unscale_(optimizer)"
     f"{PARAMETERS}average[p].lerp_(p.grad.abs(), 0.1)",
-    "average of divided gradients": "scale = scaler.get_scale()\n"
+    "average of divided gradients": "scale = scaler.get_scale()"
     f"{PARAMETERS}average[p].lerp_(p.grad.abs() / scale, 0.1)",
     "clips unscaled gradients": "scaler.unscale_(optimizer)\n"
     "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
     "clips at the scaled limit": "limit = 0.1 * scaler.get_scale()\n"
     "    nn.utils.clip_grad_norm_(model.parameters(), limit)",
+    # torch adds 1e-6 to the norm, which changes some digits of small gradients.
+    "clips small gradients at the scaled limit": f"pass{PARAMETERS}p.grad *= 2**-14\n"
+    "    limit = 0.1 * scaler.get_scale() / 2**14\n"
+    "    nn.utils.clip_grad_norm_(model.parameters(), limit)"
+    f"{PARAMETERS}p.grad *= 2**14",
 }
 WRONG_LINES = {
-    "average of scaled gradients": f"pass\n{PARAMETERS}"
+    "average of scaled gradients": f"pass{PARAMETERS}"
     "average[p].lerp_(p.grad.abs(), 0.1)",
     "rate by a scaled norm": "norm = torch.stack([p.grad.norm() for p in average])\n"
     "    optimizer.param_groups[0]['lr'] = 0.1 / (1 + float(norm.sum()))",
-    "gradients kept over an update": f"pass\n{PARAMETERS}p.grad += kept.get(p, 0)\n"
+    "gradients kept over an update": f"pass{PARAMETERS}p.grad += kept.get(p, 0)\n"
     "        kept[p] = p.grad.clone() / 2",
     "rate that moves where an update leaves the scale": "if kept.get(0) == "
     "scaler.get_scale():\n        optimizer.param_groups[0]['lr'] *= 0.5\n"
     "    kept[0] = scaler.get_scale()",
-    "weights moved by a scaled gradient": f"pass\n{PARAMETERS}"
+    "weights moved by a scaled gradient": f"pass{PARAMETERS}"
     "p.data.add_(p.grad, alpha=-1e-4)",
 }
 
@@ -112,6 +121,15 @@ def test_script_that_cannot_be_compared_is_not_judged(line, reason, compared):
     assert reason in comparison.reason
 
 
+def test_training_ends_where_skipped_steps_have_made_the_scale_too_low(compared):
+    """Float32, too, would lose small gradients there, in a training that is right."""
+    lines = f"kept[len(kept)] = 0{PARAMETERS}"
+    lines += "4 < len(kept) < 60 and p.grad.fill_(torch.inf)"
+    script = LOOP.format(behind_backward=lines)
+    script = script.replace("loader():", "3 * [*loader()]:")
+    assert compared(script) == ScaleComparison(4, None)
+
+
 def test_loop_of_the_library_is_compared(compared):
     script = """\
 from determined_amp import AmpLoop, AmpSettings
@@ -136,6 +154,30 @@ def test_process_that_waits_ends_although_a_loader_holds_its_connection():
     runs.close()
     os.close(kept)
     assert not runs._process.is_alive()
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["waiting", "training"])
+def test_process_that_compares_ends_with_the_one_that_asks(is_asked):
+    ended, held = os.pipe()  # it ends where nobody holds the other side any more
+
+    def ask():
+        runs = WaitingRuns(partial(time.sleep, 60))
+        os.write(held, str(runs._process.pid).encode())
+        if is_asked:
+            runs._here.send((1, 60.0))
+            time.sleep(0.5)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=ask)
+    process.start()
+    os.close(held)
+    waiting = int(os.read(ended, 20))
+    process.join()
+    has_ended = bool(select.select([ended], [], [], 20.0)[0])
+    os.close(ended)
+    if not has_ended:
+        os.kill(waiting, signal.SIGKILL)
+    assert has_ended
 
 
 def test_training_that_takes_too_long_counts_as_far_as_it_came(compared):

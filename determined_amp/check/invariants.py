@@ -63,7 +63,7 @@ def _steps_of_scalers(record: Record) -> list[Event]:
 
 
 def _at_right_scales(steps: Sequence[Event]) -> list[Event]:
-    """The steps at a scale at twice which, or above, a step was made before.
+    """The steps at a scale at four times which, or above, a step was made before.
 
     Such a scale does not explain a skip. The largest scale that was right may not be
     right for each batch.
@@ -71,7 +71,7 @@ def _at_right_scales(steps: Sequence[Event]) -> list[Event]:
     made_at = (0.0 if step.skipped else step.scale for step in steps)
     largest = accumulate(made_at, max, initial=0.0)
     pairs = zip(steps, largest, strict=False)
-    return [step for step, scale in pairs if 2 * step.scale <= scale]
+    return [step for step, scale in pairs if 4 * step.scale <= scale]
 
 
 def skips_one_kind_of_batch(record: Record) -> Found:

@@ -40,13 +40,14 @@ from determined_amp.check.record import users_line
 from determined_amp.check.stand_in import StandIn
 
 # The loss scales of the trainings, as states of a `GradScaler`. One grows after each
-# update, up to `_MOST`, beyond which squares of gradients may overflow. None shrinks,
-# so that no step looks skipped, and none is so low that it may count as a failure.
+# update, up to `_MOST`, beyond which squares of gradients may overflow. None shrinks
+# but for batches that are not finite in float32, either, and none is so low that it may
+# count as a failure. Below `_LEAST` small gradients lose digits: a training ends there.
 _NEVER = 2**31 - 1
 _FIXED = {"scale": 2.0**10, "growth_interval": _NEVER}
 _HIGH = {"scale": 2.0**24, "growth_interval": _NEVER}
 _GROWING = {"scale": 2.0**11, "growth_interval": 1}
-_MOST = 2.0**32
+_MOST, _LEAST = 2.0**32, 2.0**-20
 
 # What is compared, and the largest relative difference that rounding explains. A small
 # loss is a difference of larger numbers, so its digits are fewer.
@@ -308,6 +309,8 @@ class _Tracer:
             if isinstance(outputs, torch.Tensor):
                 self._note(LOSSES, [outputs])
             loss_scale = scaler.get_scale()
+            if 0.0 < loss_scale < _LEAST:
+                self.end()
             if loss_scale >= _MOST:
                 scaler.set_growth_interval(_NEVER)
             if math.frexp(loss_scale)[0] not in (0.0, 0.5):
