@@ -47,6 +47,7 @@ _NEVER = 2**31 - 1
 _FIXED = {"scale": 2.0**10, "growth_interval": _NEVER}
 _HIGH = {"scale": 2.0**24, "growth_interval": _NEVER}
 _GROWING = {"scale": 2.0**11, "growth_interval": 1}
+_FASTER = {"scale": 2.0**11, "growth_interval": 1, "growth_factor": 4.0}
 _MOST, _LEAST = 2.0**32, 2.0**-20
 
 # What is compared, and the largest relative difference that rounding explains. A small
@@ -95,8 +96,8 @@ class ScaleComparison:
 
     steps: int  # optimizer steps that both have made
     first: Reading | None  # the first reading that differs; None if all are equal
-    # Whether they also differ if both scales are constant. Otherwise a script may only
-    # take a growth of the scale for a skipped step.
+    # Whether they also differ if both scales are constant, or both grow. Otherwise a
+    # script may only take a growth of the scale for a skipped step.
     proven: bool = False
     reason: str = ""  # why they were not compared; empty if they were
 
@@ -166,8 +167,10 @@ def _compared(trace: Callable[[State], Trace]) -> ScaleComparison:
         again, _ = trace(scale)
         if repr(again[: other + 1]) != repr(before[: other + 1]):
             return ScaleComparison(0, None, reason="equal seeds gave other numbers")
-    high, _ = trace(_HIGH)
-    proven = _first_difference(high, fixed) is not None
+    proven = any(
+        _first_difference(trace(scale)[0], before) is not None
+        for scale, before in ((_HIGH, fixed), (_FASTER, grown))
+    )
     return ScaleComparison(grown[other].step, grown[other], proven)
 
 
@@ -312,6 +315,8 @@ class _Tracer:
             if 0.0 < loss_scale < _LEAST:
                 self.end()
             if loss_scale >= _MOST:
+                if self._scale is _FASTER:  # the other one still grows
+                    self.end()
                 scaler.set_growth_interval(_NEVER)
             if math.frexp(loss_scale)[0] not in (0.0, 0.5):
                 self.reason = "its loss scale is no power of two"
