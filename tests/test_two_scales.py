@@ -92,6 +92,16 @@ def test_use_of_scaled_gradients_differs_between_the_scales(name, compared):
     assert 0 < comparison.steps < 10
 
 
+def test_rounding_that_differs_each_time_hides_no_difference(compared):
+    """Some kernels of a GPU add numbers in another order each time."""
+    wrong = WRONG_LINES["average of scaled gradients"]
+    noise = "1 + __import__('time').time_ns() % 97 / 97e6"
+    line = f"optimizer.param_groups[0]['lr'] *= {noise}"
+    comparison = compared(LOOP.format(behind_backward=f"{wrong}\n    {line}"))
+    assert comparison.proven
+    assert comparison.reason == ""
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -912,7 +912,7 @@ for inputs, targets in loader(2):
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for i, (inputs, targets) in enumerate(loader(4)):
+for i, (inputs, targets) in enumerate(loader(2)):
     with autocast("cuda", dtype=torch.float16):
         outputs = model(inputs)
         loss = F.cross_entropy(outputs, targets)
@@ -963,6 +963,43 @@ for inputs, targets in loader():
         torch.nan_to_num(p.grad, nan=0, posinf=1e5, neginf=-1e5, out=p.grad)
     scaler.step(optimizer)
     scaler.update()
+""",
+    ),
+    "nan_to_num_by_numbers_of_a_true_gradients_size": Mistake(
+        "fault",
+        "overflow_hidden",
+        """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        torch.nan_to_num(p.grad, nan=0, posinf=1, neginf=-1, out=p.grad)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "nan_to_num_of_accumulated_gradients": Mistake(
+        "fault",
+        "overflow_hidden",
+        """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    if i % 2:
+        for p in model.parameters():
+            torch.nan_to_num(p.grad, nan=0, posinf=1, neginf=-1, out=p.grad)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 """,
     ),
     "closure_with_a_scaler": Mistake(

@@ -31,9 +31,8 @@ Key = tuple[int, int]
 # Gradients with a larger factor are still scaled.
 SCALED = 1.5
 
-# Gradients that were made to overflow are masked if their norm is 0, or more than this
-# many times the true one. Other code may have put true gradients back.
-_MASKED = 10.0
+# A mask replaces infinity, -infinity and NaN by at most this many numbers.
+_MASKS = 3
 
 # About how many numbers of each gradient are compared before and after a change.
 _SAMPLED = 256
@@ -176,9 +175,7 @@ class StepGradients:
         ratio = self.norm / norm if norm else math.nan
         if abs(ratio - 1) > 1e-3:
             window.by_hand *= ratio
-        is_same_size = len(sample) == len(now)
-        is_multiple = is_same_size and torch.allclose(now, ratio * sample, rtol=0.01)
-        if self.norm and not is_multiple:
+        if self.norm and not _is_multiple(now, sample, ratio):
             window.rewritten = True
         if self.factor > SCALED:
             self.factor = _known(self.factor, ratio)
@@ -234,6 +231,7 @@ class StepGradients:
         """Note that a scaler has unscaled the gradients."""
         self.factor /= scale
         self.norms = [norm / scale for norm in self.norms]
+        self._sample = self._sample / scale
         self.window.unscales.append(self._record.note("unscale"))
         self.measure()
 
@@ -307,13 +305,27 @@ class StepGradients:
         Returns:
             Whether there was an overflow, also if the user's code has masked it.
         """
-        was_forced, true_norm, self.overflows = self.overflows, self.norm, False
+        was_forced, norm, sample = self.overflows, self.norm, self._sample
+        self.overflows = False
         self.measure()
-        is_hidden = was_forced and not 0 < self.norm <= _MASKED * true_norm
+        is_hidden = was_forced and not self._is_true_again(norm, sample)
         for weight in self.weights if is_hidden else ():
             if weight.grad is not None:
                 _write(weight.grad, torch.zeros_like(weight.grad))
         return is_hidden
+
+    def _is_true_again(self, norm: float, sample: torch.Tensor) -> bool:
+        """Whether the training has put true gradients back, from buffers of its own.
+
+        Args:
+            norm: The norm of the gradients before they were made to overflow.
+            sample: A sample of them.
+        """
+        if not (norm and self.norm):
+            return False
+        if len(self.window.backwards) > 1:  # nobody knows their sum
+            return len(set(self._sample.abs().tolist())) > _MASKS
+        return _is_multiple(self._sample, sample, self.norm / norm)
 
     # The step.
 
@@ -405,6 +417,12 @@ def _write(gradient: torch.Tensor, values: torch.Tensor) -> None:
         gradient.data = values  # `data` of a sparse tensor is a copy
     else:
         gradient.data.copy_(values)
+
+
+def _is_multiple(now: torch.Tensor, sample: torch.Tensor, ratio: float) -> bool:
+    """Whether a sample of gradients is this multiple of an earlier one."""
+    is_same_size = len(sample) == len(now)
+    return is_same_size and torch.allclose(now, ratio * sample, rtol=0.01)
 
 
 def _known(factor: float, ratio: float) -> float:
