@@ -469,6 +469,11 @@ def test_order_without_a_line_of_the_script_says_whose_optimizer_it_means():
     ]
 
 
+def test_forced_overflow_of_accumulated_gradients_is_seen_at_the_step():
+    (fault,) = findings_of_mistake("accumulates_and_steps_past_the_scaler").faults
+    assert "2 forced overflows were stepped with" in fault.effect
+
+
 def test_kind_of_batch_that_is_always_skipped_is_told_with_its_operation():
     findings = findings_of_mistake("one_kind_of_batch_is_always_skipped")
     (fault,) = findings.faults

@@ -1002,6 +1002,23 @@ for i, (inputs, targets) in enumerate(loader(4)):
         optimizer.zero_grad()
 """,
     ),
+    "accumulates_and_steps_past_the_scaler": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for i, (inputs, targets) in enumerate(loader(4)):
+    inputs[:, ::2] = 0.0  # so that some gradients are 0
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    if i % 2:
+        optimizer.step()  # HERE
+        optimizer.zero_grad()
+""",
+    ),
     "closure_with_a_scaler": Mistake(
         "fault",
         "closure",

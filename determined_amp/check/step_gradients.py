@@ -321,7 +321,7 @@ class StepGradients:
             norm: The norm of the gradients before they were made to overflow.
             sample: A sample of them.
         """
-        if not (norm and self.norm):
+        if not (norm and 0 < self.norm < math.inf):
             return False
         if len(self.window.backwards) > 1:  # nobody knows their sum
             return len(set(self._sample.abs().tolist())) > _MASKS
