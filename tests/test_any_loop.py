@@ -578,6 +578,19 @@ def test_norm_of_a_step_that_is_left_out_is_not_reported(*, updates):
     assert reported == pytest.approx((norms[0] + norms[2]) / 2)
 
 
+def test_norm_that_only_some_steps_have_is_not_reported():
+    weight, amp, optimizer = one_weight()
+    for clips in (True, False):
+        with amp.autocast():
+            loss = weight.sum()
+        amp.scaler.scale(loss).backward()
+        if clips:
+            amp.clip_gradients(optimizer, max_norm=1.0)
+        amp.scaler.step(optimizer)
+        amp.update(loss)
+    assert "watch_grad_norm" not in amp.report()
+
+
 def one_weight():
     """In a loop that moves it by nothing."""
     weight = nn.Parameter(torch.ones(1))

@@ -217,14 +217,17 @@ class TrainingMetrics:
         applied, applied_before, consecutive_skips = map(int, counted)
         attempted = window.counts.attempted
         new_applied = applied - applied_before
-        grad_norm = norm_sum / new_applied if window.has_norm and new_applied else None
+        new_attempted = attempted - window.attempted_before
+        # A mean over some of the steps would look like one over all.
+        has_all = window.norms == new_attempted
+        grad_norm = norm_sum / new_applied if new_applied and has_all else None
         return StepReport(
             name=self.windows.suffix(window.optimizer),
             applied=applied,
             skipped=attempted - applied,
             consecutive_skips=consecutive_skips,
             new_applied=new_applied,
-            new_attempted=attempted - window.attempted_before,
+            new_attempted=new_attempted,
             grad_norm=grad_norm,
             largest_gradient=largest,
             drifts=window.optimizer in self.drifting,

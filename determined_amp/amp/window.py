@@ -55,10 +55,11 @@ class Window:
         +------ UPDATED
           count
 
-    For the gradients of the next backward, DROPPED is the same as SCALED. An
-    unmodified trial calls no `unscale`, and drops from SCALED. `update` takes both
-    UNSCALED and DROPPED to SCALED, because those gradients made no step. Their norm
-    does not count, but an overflow in them lowers the scale.
+    For the gradients of the next backward, DROPPED is the same as SCALED. The
+    gradients of an unmodified trial are unscaled right before their step, so it drops
+    from SCALED. `update` takes both UNSCALED and DROPPED to SCALED, because those
+    gradients made no step. Their norm does not count, but an overflow in them lowers
+    the scale.
 
     Nothing in a window waits for the device.
 
@@ -80,7 +81,7 @@ class Window:
             Only unmodified trials read this and `found_inf`.
         counts: See above.
         norm_sum: The sum of the gradient norms since the last report.
-        has_norm: Whether a norm was ever measured.
+        norms: Number of norms in `norm_sum`, those of skipped steps included.
         largest: The largest scaled gradient since the last report, (), on the device; 0
             if there was none.
         applied_before: Applied steps at the last report, (), int64, on the device.
@@ -107,7 +108,7 @@ class Window:
         # Without a scale no step is skipped, so a norm that is not finite belongs to an
         # applied step and must show.
         self.norm_sum = DeviceSum(device, finite_only=scaled)
-        self.has_norm = False
+        self.norms = 0
         self._norm: torch.Tensor | None = None  # of the next step, until it is counted
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
@@ -213,9 +214,9 @@ class Window:
         self.move("count")
         if norm is not None:
             self.norm_sum.add(norm)
+            self.norms += 1
         self.counts.count(self.skipped)
-        if self.schedule is not None:
-            self.schedule.place_rate(self.counts)
+        self.place_rate()
 
     def place_rate(self) -> None:
         """Set the optimizer's rate for the next step, by the steps applied so far."""
@@ -273,11 +274,12 @@ class Window:
         Only the first norm is kept: a second clip measures what the first has left.
         """
         if self._norm is None:
-            self.has_norm, self._norm = True, norm
+            self._norm = norm
 
     def begin_report(self) -> None:
         """Reset the sums for the next report."""
         self.norm_sum.reset()
+        self.norms = 0
         self.largest.zero_()
         self.applied_before = self.counts.applied
         self.attempted_before = self.counts.attempted
