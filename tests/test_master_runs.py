@@ -100,7 +100,8 @@ def test_comparison_without_an_answer_is_a_sentence(compared, tmp_path):
     compared.checkpoints.clear()
     with pytest.raises(UserError, match=r"precision.md: it has not com"):
         fetch_comparison(7, tmp_path)
-    compared.metadata = {11: {"failure": "the trial cannot be trained in fp32"}}
+    failure = ["the trial cannot be tr", "ained in fp32"]  # a long one is in parts
+    compared.metadata = {11: {"failure": failure}}
     with pytest.raises(UserError, match=r"precision.md: the trial cannot be trai"):
         fetch_comparison(7, tmp_path)
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import textwrap
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ class TestFailureBeforeAContext:
     INFO: Any = SimpleNamespace(trial=None, master_url="http://localhost:1")
 
     def test_failure_is_sent_to_the_run_of_the_task(self, monkeypatch):
-        sent = {}
+        sent, problem = {}, "amp.precison: unknown key" + ", and more" * 500
 
         def answer(method, path, body):
             sent[method, path] = json.loads(body or "{}")
@@ -80,13 +81,14 @@ class TestFailureBeforeAContext:
             trial = SimpleNamespace(trial_id=7, experiment_id=3)
             info: Any = SimpleNamespace(trial=trial, master_url=address)
             with pytest.raises(ConfigError), notes.failure_noted(info):
-                raise ConfigError("experiment", ["amp.precison: unknown key"])
-        noted = {"mine": 1, "amp": {"failure": "experiment: amp.precison: unknown key"}}
+                raise ConfigError("experiment", [problem])
+        reason = f"experiment: {problem}"  # too long for one text of the master's
+        noted = {"mine": 1, "amp": {"failure": [reason[:5000], reason[5000:]]}}
         assert sent == {
             ("GET", "/api/v1/runs/7/metadata"): {},
             ("POST", "/api/v1/runs/7/metadata"): {"metadata": noted, "runId": 7},
             ("POST", "/api/v1/trials/7/runner/metadata"): {
-                "state": "amp.precison: unknown key"
+                "state": textwrap.shorten(problem, 100)
             },
         }
 

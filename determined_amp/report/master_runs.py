@@ -97,7 +97,9 @@ def _run(
     lengths = [settings.get(f"{LENGTH}.{unit}") for unit in LENGTH_UNITS]
     trains = any(line["group"] == "training" for line in lines)
     has_length = any(lengths) and trains
-    state, reason = _end(trial, noted.get("failure", ""), has_length=has_length)
+    state, reason = _end(
+        trial, "".join(noted.get("failure", "")), has_length=has_length
+    )
     machine = Machine(**noted.get("machine", {}))
     run = Run(
         f"{origin}, trial {trial.id}",
@@ -164,7 +166,7 @@ def fetch_comparison(number: int, folder: Path) -> Written:
             why = "it has not completed, or ran another command"
             for trial in experiment.list_trials():
                 noted = _noted(session, trial.id)
-                why = noted.get("failure") or noted.get("answer") or why
+                why = "".join(noted.get("failure") or noted.get("answer") or why)
             raise UserError(f"{origin}: has no checkpoint with {_TEXT}: {why}")
         try:
             saved[0].download(downloaded)

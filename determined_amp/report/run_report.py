@@ -109,5 +109,5 @@ def _validations(run: Run) -> Table:
         row: Row = [("batches", report.batches)]
         row += [(name, report.metrics.get(name)) for name in run.metrics]
         rows.append(row)
-    trained = [("training loss", run.last(MetricName.LOSS))]
+    trained = [("training loss", run.training.metrics.get(MetricName.LOSS))]
     return rows or [[("batches", run.training.batches), *trained]]

@@ -19,7 +19,7 @@ from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.experiment.failures import ending_the_program
 from determined_amp.trial.determined_private import amp_of
-from determined_amp.trial.notes import in_parts, note_on_master
+from determined_amp.trial.notes import note_on_master
 from determined_amp.trial.unmodified.autocast import refusal
 from determined_amp.trial.unmodified.calls import UnmodifiedTraining
 
@@ -54,7 +54,7 @@ def trial_of_run(
     known only after the trial is made, which may make a `MixedPrecision` itself.
     """
     is_chief = context.distributed.rank == 0
-    note_on_master(context, settings=in_parts(json.dumps(experiment.resolved())))
+    note_on_master(context, settings=json.dumps(experiment.resolved()))
     if is_chief and experiment.amp is not None:
         logger.info(experiment.described_precision(experiment.precision))
     trial = trial_of(experiment, context)

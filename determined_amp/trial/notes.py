@@ -57,12 +57,16 @@ def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
 
 
 def note(train: core.TrainContext, **values: Any) -> None:
-    """Note values in the metadata of a run, as `note_on_master` does."""
+    """Note values in the metadata of a run, long texts in parts."""
     if isinstance(train, core.DummyTrainContext):
         return
     try:
         known = train.get_metadata() or {}
-        amp = {**known.get("amp", {}), **values}
+        fitting = {
+            name: in_parts(value) if isinstance(value, str) else value
+            for name, value in values.items()
+        }
+        amp = {**known.get("amp", {}), **fitting}
         kept = {name: value for name, value in amp.items() if value is not None}
         train.set_metadata({**known, "amp": kept})
     except REFUSED as error:
