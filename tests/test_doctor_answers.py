@@ -469,8 +469,12 @@ def test_order_without_a_line_of_the_script_says_whose_optimizer_it_means():
     ]
 
 
-def test_forced_overflow_of_accumulated_gradients_is_seen_at_the_step():
-    (fault,) = findings_of_mistake("accumulates_and_steps_past_the_scaler").faults
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_forced_overflow_is_seen_at_a_step_past_the_scaler(*, accumulates):
+    script = WRONG["accumulates_and_steps_past_the_scaler"].script
+    if not accumulates:  # and no gradient is 0
+        script = script.replace("i % 2", "True").replace("inputs[:, ::2] = 0.0", "pass")
+    (fault,) = findings_of(script, "script.py").faults
     assert "2 forced overflows were stepped with" in fault.effect
 
 

@@ -1002,6 +1002,25 @@ for i, (inputs, targets) in enumerate(loader(4)):
         optimizer.zero_grad()
 """,
     ),
+    "nan_to_num_in_each_micro_batch": Mistake(
+        "fault",
+        "overflow_hidden",
+        """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        torch.nan_to_num(p.grad, nan=0, posinf=1, neginf=-1, out=p.grad)
+    if i % 2:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
     "accumulates_and_steps_past_the_scaler": Mistake(
         "fault",
         "step_without_scaler",

@@ -302,8 +302,8 @@ def announced(file: str, minutes: float, *, in_place: bool) -> str:
     return (
         f"running {file} for {STEPS} to {MOST_STEPS} steps of each optimizer, for "
         f"{minutes:g} minutes at most, with two overflows, "
-        "and then as often in float32, at two loss scales. What it writes, renames and "
-        f"removes changes {changes}"
+        "and then again in float32, at two loss scales or more. What it writes, "
+        f"renames and removes changes {changes}"
     )
 
 

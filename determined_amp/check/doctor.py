@@ -37,7 +37,11 @@ from determined_amp.check.judge import judge_record
 from determined_amp.check.record import Record, where_raised
 from determined_amp.check.recorder import OVERFLOWS, STEPS, Recorder
 from determined_amp.check.scratch import changing_all_in
-from determined_amp.check.two_scales import ScaleComparison, WaitingRuns
+from determined_amp.check.two_scales import (
+    MOST_TRAININGS,
+    ScaleComparison,
+    WaitingRuns,
+)
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.open_trial import core_context_of, trial_context
 from determined_amp.trial.checkpoint import CheckpointError
@@ -52,8 +56,8 @@ from determined_amp.trial.determined_private import (
 from determined_amp.trial.make import trial_of
 from determined_amp.trial.random_state import random_state, restore_random_state
 
-# The most runs: one, one without overflows, its resume, and one that compares two
-# loss scales.
+# The most processes: one run, one without overflows, its resume, and the trainings that
+# compare two loss scales.
 RUNS = 4
 
 ASK_FOR_AMP = (
@@ -71,6 +75,8 @@ _STEPS_BEFORE_SAVE, _RESUMED_STEPS = 10, 2
 # Seconds of training after which a run ends with what it has recorded, and the most
 # seconds that its process may take.
 _TRAINING_SECONDS, PATIENCE = 60.0, 300
+# Seconds of a training that is compared, so that all of them and their ends fit.
+_COMPARED_SECONDS = PATIENCE / MOST_TRAININGS - 10.0
 # Seconds that its process has to send the record and to end.
 _PARTING_SECONDS = 30
 
@@ -199,7 +205,7 @@ def _run(probe: Probe) -> Record:
 def _compared(probe: Probe, steps: int) -> ScaleComparison:
     """Compare trainings of a probe in float32 at two loss scales."""
     with closing(WaitingRuns(partial(_train_again, probe))) as again:
-        return again.compare(steps, _TRAINING_SECONDS)
+        return again.compare(steps, _COMPARED_SECONDS)
 
 
 def _train_again(probe: Probe) -> None:

@@ -81,6 +81,8 @@ class StepGradients:
         self.computed_since_step = False
         self.window = StepWindow(self.number)
         self.overflows = False
+        # Whether the user's code has masked the overflow before another backward.
+        self._is_masked = False
         self._windows_to_force = windows_to_force
         self._optimizer = optimizer
         self._record = record
@@ -211,6 +213,8 @@ class StepGradients:
     def before_backward(self) -> None:
         """Prepare for a backward. The user's code may have zeroed the gradients."""
         self.note_zeros()
+        # The backward would hide a mask: it adds true gradients to it.
+        self._is_masked |= self.overflows and self._looks_masked()
         self._arrived.clear()
         self._adds_to_used = not self.is_open and self._holds_used()
 
@@ -297,6 +301,7 @@ class StepGradients:
         """Note that the gradients of these weights were made to overflow."""
         if not weights.isdisjoint(self.weights):
             self.window.forced = self.overflows = True
+            self._is_masked = False
 
     @unheard
     def take_overflow_back(self) -> bool:
@@ -308,11 +313,22 @@ class StepGradients:
         was_forced, norm, sample = self.overflows, self.norm, self._sample
         self.overflows = False
         self.measure()
-        is_hidden = was_forced and not self._is_true_again(norm, sample)
-        for weight in self.weights if is_hidden else ():
+        is_true = self._is_true_again(norm, sample) and not self._is_masked
+        is_used = was_forced and not is_true
+        for weight in self.weights if is_used else ():
             if weight.grad is not None:
                 _write(weight.grad, torch.zeros_like(weight.grad))
-        return is_hidden
+        return is_used
+
+    def _looks_masked(self) -> bool:
+        """Whether the gradients are finite, and not the true ones."""
+        norms, sample = self.norms, self._sample
+        self.overflows = False
+        self.measure()
+        is_true = self._is_true_again(math.hypot(*norms), sample)
+        is_masked = 0 < self.norm < math.inf and not is_true
+        self.norms, self._sample, self.overflows = norms, sample, True
+        return is_masked
 
     def _is_true_again(self, norm: float, sample: torch.Tensor) -> bool:
         """Whether the training has put true gradients back, from buffers of its own.

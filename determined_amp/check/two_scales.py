@@ -39,10 +39,11 @@ from determined_amp.check.finding import Where
 from determined_amp.check.record import users_line
 from determined_amp.check.stand_in import StandIn
 
-# The loss scales of the trainings, as states of a `GradScaler`. One grows after each
-# update, up to `_MOST`, beyond which squares of gradients may overflow. None shrinks
-# but for batches that are not finite in float32, either, and none is so low that it may
-# count as a failure. Below `_LEAST` small gradients lose digits: a training ends there.
+# The loss scales of the trainings, as states of a `GradScaler`. Two are constant, and
+# two grow after each update, up to `_MOST`, beyond which squares of gradients may
+# overflow. `_HIGH` and `_FASTER` prove a difference. A scale shrinks only for batches
+# that are not finite in float32; below `_LEAST` small gradients lose digits, so a
+# training ends there.
 _NEVER = 2**31 - 1
 _FIXED = {"scale": 2.0**10, "growth_interval": _NEVER}
 _HIGH = {"scale": 2.0**24, "growth_interval": _NEVER}
@@ -58,6 +59,10 @@ _ROUNDING = {LOSSES: 1e-3, WEIGHTS: 1e-5}
 _REPEATED = 0.1
 # How many numbers of each tensor are compared, besides its norm and its sum.
 _SAMPLED = 16
+
+# The most trainings of a comparison: two, a repetition of each, and two that prove a
+# difference.
+MOST_TRAININGS = 6
 
 # A training that is told to end gets this many seconds more.
 _GRACE = 5.0
