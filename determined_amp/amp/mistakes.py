@@ -75,7 +75,7 @@ _AFTER_A_STEP: Mapping[Call, Stage | Mistake] = {
 # Where each call leads from each stage; a call that is not here changes nothing.
 # `Window.move` looks it up. Mistakes that are possible in every stage are not here: a
 # step that bypasses the scaler, takes a closure, or has no scaled loss since the last
-# update.
+# update, and a copy.
 TRANSITIONS: Mapping[Stage, Mapping[Call, Stage | Mistake]] = {
     Stage.SCALED: _STILL_SCALED,
     Stage.UNSCALED: _BEFORE_A_STEP,  # an enabled GradScaler refuses a second `unscale_`

@@ -1,8 +1,7 @@
 """Replaces an attribute for the duration of a block.
 
 While a training runs, these attributes of torch are replaced for the whole process. The
-doctor replaces more (`check/recorder.py`), and a resume `torch.load`
-(`trial/controller.py`).
+doctor replaces more (in `check/`), and a resume `torch.load` (`trial/controller.py`).
 
 * `torch.autocast.__enter__`, while a batch is rehearsed in another dtype: the trial's
   own code opens the regions, so nothing else can change their dtype.
@@ -19,8 +18,9 @@ doctor replaces more (`check/recorder.py`), and a resume `torch.load`
 * `GradScaler.scale`, while the finder looks: the trial may scale a loss by a scaler of
   its own.
 
-Steps need no replacement: torch has step hooks for all optimizers. Ours runs before the
-doctor's, and asks the newest training first (`amp/core.py`).
+Steps need no replacement: torch has step hooks for all of its optimizers. (`step` of a
+wrapper that is no `Optimizer` of torch is replaced on the instance.) Ours runs before
+the doctor's, and asks the newest training first (`amp/core.py`).
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class LocalRun(LocalTrainContext):
 
 
 class LocalController(SafeController):
-    """Determined's loop, with two corrections for runs without a master.
+    """Determined's loop, corrected for runs without a master.
 
     `Trainer.fit` sets the searcher's metric to None, so no checkpoint would be the
     best. Determined also copies the whole working directory into every checkpoint. This

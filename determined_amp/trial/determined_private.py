@@ -191,6 +191,9 @@ def end_loop() -> NoReturn:
 # * `sys.excepthook`, by the first `UserError` that leaves `MixedPrecision` or the loop:
 #   a user's script has no other way to get exit status 2 and the line that a log policy
 #   matches.
+# * `det.get_cluster_info`, by a command whose trials must not see the cluster.
+# * `util.write_user_code`, while `local/trainer.py` saves or the doctor runs a trial:
+#   Determined copies the whole working directory.
 #
 # `trial/batches.py` lists what is replaced on a trial that has a `MixedPrecision`, and
 # on its context, while it trains.
