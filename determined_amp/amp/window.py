@@ -216,7 +216,8 @@ class Window:
             self.norm_sum.add(norm)
             self.norms += 1
         self.counts.count(self.skipped)
-        self.place_rate()
+        if self.schedule is not None:
+            self.schedule.place_rate(self.counts)
 
     def place_rate(self) -> None:
         """Set the optimizer's rate for the next step, by the steps applied so far."""
