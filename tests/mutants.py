@@ -31,7 +31,7 @@ ROOMS = {
         "rehearsal running_statistics scaler schedules settings "
         "several_optimizers tensors users_code window"
     ),
-    "check": "amp_examples check scratch",
+    "check": "amp_examples check scratch step_gradients",
     "cli": "compare finder misplaced precision_report run_report search_report",
     "compare": "compare",
     "determined_amp": "context master_runs",
