@@ -84,7 +84,7 @@ def draw(
     """Draw three answers side by side: speed, accuracy and initial loss scale.
 
     Args:
-        precisions: The JSON of `report precision`, by the name of the model.
+        precisions: The JSON of `report`, by the name of the model.
         scales: The JSON of `benchmarks.loss_scale`.
     """
     with matplotlib.rc_context(STYLE):

@@ -303,11 +303,3 @@ def make_nothing(context):
 
 def make_without():
     """Takes no context."""
-
-
-class DeepSpeedTrial:
-    """Stands in for Determined's, whose package is not installed here."""
-
-
-class OnDeepSpeed(DeepSpeedTrial):
-    """Of another framework."""

@@ -1,4 +1,4 @@
-"""Verdicts of `report precision` on numbers whose answer is known, and which runs get
+"""Verdicts of `report` on numbers whose answer is known, and which runs get
 one.
 """
 

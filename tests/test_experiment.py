@@ -388,7 +388,6 @@ def test_overrides_set_nested_values_and_leave_their_input_alone():
         ("a", "got 'a'; allowed: KEY=VALUE"),
         ("=1", "got '=1'; allowed: KEY=VALUE"),
         ("s..u=1", "got 's..u=1'; allowed: KEY=VALUE"),
-        ("m={b:1}", "m: got {b:1}; allowed: '{b: 1}', with a space"),
         ("a.b=1", "a.b: a is a value, not a section"),
         ("a.b.c=1", "a.b.c: a is a value, not a section"),
         ("s.t.u=1", "s.t.u: t is a value, not a section"),

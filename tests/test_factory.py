@@ -49,7 +49,6 @@ def test_hparams_of_a_trial_that_are_no_settings_class_are_left_alone():
             "make_without",
             "which takes (); allowed: (context) or (context, hparams)",
         ),
-        ("OnDeepSpeed", "is a DeepSpeedTrial, and DeepSpeed is out of scope"),
         ("SAMPLES", "is not a PyTorchTrial"),
     ],
 )

@@ -17,7 +17,7 @@ from determined import core
 
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import parse, read_yaml
-from determined_amp.experiment.files import write_together
+from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
@@ -253,14 +253,12 @@ def test_folder_of_a_run_that_was_killed_before_its_first_checkpoint_is_taken(tm
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-class TestFilesTogether:
-    """What a command writes is whole, or as it was before."""
-
-    def test_files_on_a_full_disk_leave_nothing(self, tmp_path):
-        named = pytest.raises(OSError, match=r"too large.*\.a\.partial")
-        with training.no_file_larger_than(1000), named:
-            write_together({tmp_path / "a": b"x" * 10_000})
-        assert not list(tmp_path.iterdir())
+def test_file_on_a_full_disk_stays_as_it_was(tmp_path):
+    file = tmp_path / "a"
+    write_whole(file, "old")
+    with training.no_file_larger_than(1000), pytest.raises(OSError, match="too large"):
+        write_whole(file, b"x" * 10_000)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_second_process_is_told_which_one_writes(tmp_path):

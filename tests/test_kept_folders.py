@@ -63,7 +63,7 @@ def test_stopped_search_of_an_older_checkout_goes_on(kept):
 
 
 def test_comparison_of_an_older_checkout_is_reported(kept, capsys):
-    assert door.main(["report", "precision", "comparison"]) == 0
+    assert door.main(["report", "comparison"]) == 0
     assert ", seeds 0, 1\n" in capsys.readouterr().out
     page = (kept / "comparison" / "precision.md").read_text()
     for precision in ("fp32", "amp_bf16", "amp_fp16"):

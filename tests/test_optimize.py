@@ -146,11 +146,10 @@ def test_trials_of_a_comparison_are_runs_of_their_own_seed_and_process(
     assert "speeds cannot" not in shown
 
 
-def test_comparison_side_by_side_has_no_speeds(tmp_path, capsys):
+def test_comparison_side_by_side_has_no_speeds(tmp_path):
     few = "hyperparameters.amp.max_consecutive_skips=3"
     overrides = (*ONE_OF_EACH, OVERFLOWING, few)
     study = searching.run(tmp_path, "compare_precisions.yaml", *overrides, workers=2)
-    assert "their speeds cannot" in capsys.readouterr().out
     for run in study.runs:
         assert run.shares_device
         assert run.speed is None

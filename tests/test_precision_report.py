@@ -1,4 +1,4 @@
-"""`report precision` on runs that were really trained, in folders and on a master."""
+"""`report` on runs that were really trained, in folders and on a master."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     trained, tmp_path, capsys
 ):
     runs = [str(trained / name) for name in ("fp32", "amp")]
-    assert door.run(["report", "precision", *runs, "--output", str(tmp_path)]) == 0
+    assert door.run(["report", *runs, "--output", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     record = json.loads((tmp_path / "precision.json").read_text())
     page = (tmp_path / "precision.md").read_text()
@@ -80,7 +80,7 @@ def test_report_on_fp32_alone_is_an_answer_beside_the_first_source(tmp_path, cap
 def test_json_of_failed_runs_has_no_nan(tmp_path):
     base = write_run(tmp_path / "a", "fp32", 1)
     failed = write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan"))
-    assert door.run(["report", "precision", str(base), str(failed)]) == 0
+    assert door.run(["report", str(base), str(failed)]) == 0
     text = (base / "precision.json").read_text()
     assert json.loads(text)["table"][1]["runs"] == "0, 1 failed"
     assert "NaN" not in text
@@ -124,7 +124,10 @@ def master(monkeypatch, tmp_path):
     trials = [
         trial(n, p) for n, p in enumerate(("fp32", "fp32", "amp_bf16", "amp_bf16"), 11)
     ]
-    made = Master(CONFIG, trials)
+    searched = (
+        "hyperparameters.amp.precision={type: categorical, vals: [fp32, amp_bf16]}"
+    )
+    made = Master(with_overrides(CONFIG, [searched]), trials)
     for number, accuracy, speed in (
         (11, 0.90, 1000.0),
         (12, 0.901, 1010.0),
@@ -265,6 +268,6 @@ def test_report_on_an_experiment_of_a_master_is_written_into_runs(
     master, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert door.run(["report", "precision", "7"]) == 0
+    assert door.run(["report", "7"]) == 0
     assert "use amp_bf16 here: it is 2.00 times as fast" in capsys.readouterr().out
     assert (tmp_path / "runs/experiment-7/precision.md").exists()

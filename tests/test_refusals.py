@@ -162,13 +162,13 @@ SAID_AT_ONCE = {
     "search --resume b --config a=1": ["leave --config and --trial out"],
     f"search a --workers {'9' * 5000}": ["99; allowed: an integer >= 1 and <= "],
     "report nofolder": ["nofolder: there is no such folder that can be read; allo"],
-    "report precision": ["the following arguments are required: SOURCE"],
+    "report": ["the following arguments are required: SOURCE"],
     "report a --margin nan": ["--margin: got nan; allowed: a number above 0"],
     "report a --margin 0": ["--margin: got 0; allowed: a number above 0"],
     "check train.py --minutes 0": ["train.py: no such file"],
     "check --minutes 0 train.py": ["--minutes: got 0; allowed: a number above 0"],
     **{
-        f"report {source}": ["for a comparison; ", "allowed: det-amp report precision"]
+        f"report {source}": ["for a comparison; ", "or more sources to compare it"]
         for source in ("fp32 --metric f1", "study --margin 1")
     },
     # Before the first pilot.
@@ -238,7 +238,7 @@ SAID_LATER = {
         )
     },
 }
-REPORT = "report precision fp32 amp_fp16"
+REPORT = "report fp32 amp_fp16"
 EXPLAIN = "check --explain clip_scaled"
 SOUND = f"audit {MLP} --config data.classes=1"
 

@@ -99,7 +99,7 @@ def test_curves_are_those_of_the_reports():
 
 def test_comparison_of_a_run_that_was_changed_says_what_changed(resumed, refusal):
     """It has finished, and cannot be compared."""
-    said = refusal("report", "precision", str(resumed))
+    said = refusal("report", str(resumed), str(resumed))
     assert "no finished run can be compared; amp_fp16, seed 1" in said
     assert f"{RATE} changed from 0.001 to 0.01 at the resume after 50" in said
     assert "no run has finished" not in said

@@ -87,7 +87,7 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
 def test_answer_that_cannot_be_written_is_a_sentence(workplace, refusal):
     with training.no_file_larger_than(1000):
         said = refusal("find", "experiment.yaml", "--batches", "1", "--json", "a.json")
-    assert said == "error: .a.json.partial cannot be written: File too large\n"
+    assert said == "error: a.json cannot be written: File too large\n"
     assert not list(workplace.glob("*a.json*"))
 
 

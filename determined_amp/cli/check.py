@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from determined_amp.check.finding import CheckFindings
 
 
-# Options of `check` that a script may have itself, too.
-_OPTIONS = ("--json", "--minutes", "--in-place")
-
 _MINUTES = 2.0
 
 # The keys of a finding's row that are printed, and their labels.
@@ -168,17 +165,6 @@ def _refuse_script(options: Namespace) -> None:
         raise UserError(f"{file}: no such file; allowed: a script that trains")
 
 
-def _shared(options: Namespace) -> str:
-    """Say in a line which options of `check` the script gets; empty if it gets none."""
-    given = [word.partition("=")[0] for word in options.arguments]
-    both = [word for word in given if word in _OPTIONS]
-    if not both:
-        return ""
-    return (
-        f"{options.config} gets {', '.join(both)}: options of check stand before it\n"
-    )
-
-
 def _check_script(options: Namespace) -> int:
     _refuse_script(options)
     from determined_amp.check import any_loop  # noqa: PLC0415  # torch
@@ -186,8 +172,7 @@ def _check_script(options: Namespace) -> int:
     minutes = options.minutes or _MINUTES
     is_first = any_loop.is_first_rank()
     if is_first:
-        plan = any_loop.announced(options.config, minutes, in_place=options.in_place)
-        _say(f"{_shared(options)}{plan}")
+        _say(any_loop.announced(options.config, minutes, in_place=options.in_place))
     # The JSON stands alone on standard output.
     with redirect_stdout(sys.stderr if options.json else sys.stdout):
         findings, raised = any_loop.examine_script(

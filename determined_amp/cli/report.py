@@ -2,8 +2,7 @@
 
 The report on a single run shows how it ended, its curves, and where its files are. For
 a search over precisions, or several sources, the report compares the runs. They must
-differ in precision and seed only, and include fp32 or tf32. `report precision` compares
-the runs of any source.
+differ in precision and seed only, and include fp32 or tf32.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from determined_amp.cli.options import Parser, positive
 if TYPE_CHECKING:
     from determined_amp.report.page import Written
 
-# As the first word, it asks for a comparison of sources that have another report.
-_PRECISION = "precision"
-
 
 # What the command does, for `--help`.
 TEXT = (
@@ -31,7 +27,7 @@ TEXT = (
 
 def add_options(parser: Parser) -> None:
     """Add the options of the command."""
-    parser.usage = "det-amp report [precision] SOURCE ... [options]"
+    parser.usage = "det-amp report SOURCE ... [options]"
     parser.add_argument(
         "sources",
         nargs="+",
@@ -67,16 +63,12 @@ def add_options(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Write the report on some sources, and print its text."""
-    is_named = options.sources[0] == _PRECISION
-    sources = options.sources[is_named:]
-    if not sources:
-        options.parser.error("the following arguments are required: SOURCE")
-    written = _write(sources, options, compares=is_named or len(sources) > 1)
+    written = _write(options)
     print(f"{written.text}\n\nwritten: {', '.join(map(str, written.files))}")
     return 0
 
 
-def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written:
+def _write(options: Namespace) -> Written:
     # Importing NumPy and the SDK takes a second, and matplotlib takes another.
     from determined_amp.experiment.entrypoint import Task  # noqa: PLC0415
     from determined_amp.report.comparison import compare_runs  # noqa: PLC0415
@@ -90,26 +82,27 @@ def _write(sources: list[str], options: Namespace, *, compares: bool) -> Written
         read_source,
     )
 
-    first = sources[0]
+    first = options.sources[0]
     folder = options.output or folder_beside(first)
-    searches = [read_source(source) for source in sources]
+    searches = [read_source(source) for source in options.sources]
     search = searches[0]
+    compares = search.compares or len(searches) > 1
     task = Task.of(search.config.get("entrypoint"), [])
     if is_experiment(first) and task.verb == "compare":
-        if len(sources) > 1 or options.metric or options.margin:
+        if len(searches) > 1 or options.metric or options.margin:
             raise UserError(
                 f"experiment {first} ran compare, which has written its report; "
                 f"allowed: det-amp report {first}, without other sources, --metric and "
                 "--margin"
             )
         return fetch_comparison(int(first), folder)
-    if compares or search.compares:
+    if compares:
         comparison = compare_runs(searches, options.metric, options.margin)
         return write_precision_report(comparison, folder)
     if options.metric or options.margin:
         raise UserError(
             f"--metric and --margin are for a comparison; {first} has another report; "
-            f"allowed: det-amp report precision {first}"
+            f"allowed: det-amp report {first}, or more sources to compare it with"
         )
     if search.is_single and search.runs:
         return write_run_report(search.runs[0], folder)

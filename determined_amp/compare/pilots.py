@@ -2,7 +2,7 @@
 
 A pilot is an ordinary run, but it ends as soon as its batches were timed for long
 enough, so a slow machine costs little time. A precision is left out if a batch takes
-more than `TOO_SLOW` times as long as in fp32, in two pilots.
+more than `TOO_SLOW` times as long as in fp32.
 """
 
 from __future__ import annotations
@@ -171,11 +171,6 @@ def run_pilots(
         made = pilot_of(experiment, precision, LEAST_BATCHES)
         try:
             pilot = train_pilot(made, folder / precision.value, what)
-            if results.times_as_long(pilot) > TOO_SLOW:
-                # The machine may have been busy.
-                place = folder / f"{precision.value}-again"
-                again = train_pilot(made, place, f"{what}, once more")
-                pilot = min(pilot, again, key=lambda one: one.seconds_per_batch)
             results.add(precision, pilot)
             if precision is Precision.AMP_FP16:
                 _find(experiment, results, folder)

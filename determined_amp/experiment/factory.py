@@ -34,11 +34,6 @@ def load_factory(import_path: str) -> Factory:
             near = near_name(error.name, dir(error.obj))
         raise ValueError(not_importable(import_path, f"{error}{near}")) from error
     is_class = isinstance(target, type)
-    if is_class and any(base.__name__ == "DeepSpeedTrial" for base in target.__mro__):
-        raise ValueError(
-            f"got {import_path!r}, which is a DeepSpeedTrial, and DeepSpeed is out of "
-            "scope: it has a loop and a mixed precision of its own"
-        )
     if not (issubclass(target, pytorch.PyTorchTrial) if is_class else callable(target)):
         raise ValueError(f"got {import_path!r}, which is not a PyTorchTrial")
     if not (_takes(target, 1) or _takes(target, 2)):

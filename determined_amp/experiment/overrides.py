@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 
 from determined_amp.amp.errors import ConfigError, Problem
@@ -15,9 +14,6 @@ from determined_amp.experiment.training import (
     has_our_form,
 )
 from determined_amp.experiment.yaml_text import load_yaml
-
-# YAML reads a colon without a space after it as part of the key.
-_STUCK = re.compile(r"\w:\S")
 
 # The lengths of a run that `det experiment create --test` makes, in our form.
 _OF_A_TEST = (
@@ -41,10 +37,6 @@ def with_overrides(
         if not equals or "" in key.split("."):
             raise ConfigError(option, [f"got {override!r}; allowed: KEY=VALUE"])
         value = load_yaml(text, f"{option}: {key}")
-        if isinstance(value, dict) and _STUCK.search(text) and None in value.values():
-            spaced = text.replace(":", ": ")
-            problem = Problem(key, f"got {text}; allowed: '{spaced}', with a space")
-            raise ConfigError(option, [problem])
         section, _, last = key.rpartition(".")
         if last in LENGTH_UNITS and section.endswith(("_length", "_period")):
             key, value = section, {last: value}

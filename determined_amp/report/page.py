@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.fields import plain
 from determined_amp.amp.plain_data import Values
-from determined_amp.experiment.files import write_together
+from determined_amp.experiment.files import write_whole
 from determined_amp.runs.run import Spread
 
 # A head and a cell for each column; all rows of a table have the same heads.
@@ -158,7 +158,7 @@ def _json(numbers: Values) -> str:
 
 
 def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
-    """Write the files of a report into a folder, all of them or none.
+    """Write the files of a report into a folder.
 
     Raises:
         UserError: if a file cannot be written, or would replace JSON that is no report.
@@ -175,7 +175,8 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
                     f"{path}: is there, and no report; allowed: --output with another "
                     "folder"
                 )
-        write_together(files)
+        for path, content in files.items():
+            write_whole(path, content)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder}: the report cannot be written: {error}; allowed: --output with "

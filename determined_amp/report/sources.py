@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from determined_amp.amp.errors import UserError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.runs.folder import RUN_FILE, STUDY_FILE, check_folder, read_run
 from determined_amp.search.search_folder import Search, read_search
@@ -35,15 +34,9 @@ def read_source(source: str) -> Search:
     if is_experiment(source):
         return read_experiment(int(source))
     check_folder(path, (RUN_FILE, STUDY_FILE), _ALLOWED)
-    try:
-        if (path / STUDY_FILE).exists():
-            return read_search(path)
-        return Search(source, (read_run(path),))
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or source}: cannot be read: {error.strerror or error}; "
-            "allowed: a folder of your own"
-        ) from error
+    if (path / STUDY_FILE).exists():
+        return read_search(path)
+    return Search(source, (read_run(path),))
 
 
 def folder_beside(source: str) -> Path:

@@ -75,11 +75,6 @@ def run_search(folder: Path, plan: SearchPlan, workers: int | None = None) -> in
         UserError: if the search cannot continue, or no trial has a result.
     """
     workers = workers or workers_of(plan.search)
-    if plan.compares and workers > 1:
-        print(
-            f"{workers} trials at a time share the processors, and a GPU if there are "
-            "fewer: their accuracies can be compared, their speeds cannot"
-        )
     stopped = _optimize(folder, plan, workers).stopping
     ended = read_search(folder)
     for line in closing_lines(ended, stopped=stopped):

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from determined_amp.amp.errors import UserError
 from determined_amp.amp.plain_data import Config
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import read_yaml
@@ -157,14 +156,11 @@ def read_search(folder: Path) -> Search:
     """
     config = read_config(folder)
     shared = workers_of(config) > 1
-    runs, damaged = list[Run](), list[str]()
-    for record in sorted(folder.glob(f"trials/[0-9]*/{RUN_FILE}")):
-        try:
-            run = read_run(record.parent)
-            runs.append(dataclasses.replace(run, shares_device=shared))
-        except UserError as error:
-            damaged.append(f"left out: {error}")
+    records = sorted(folder.glob(f"trials/[0-9]*/{RUN_FILE}"))
+    runs = [
+        dataclasses.replace(read_run(record.parent), shares_device=shared)
+        for record in records
+    ]
     file = folder / _REMARKS
     remarks = json.loads(file.read_bytes()) if file.exists() else {}
-    notes = [*damaged, *remarks.pop("notes", ())]
-    return Search(str(folder), tuple(runs), config, notes=notes, **remarks)
+    return Search(str(folder), tuple(runs), config, **remarks)
