@@ -2295,7 +2295,6 @@ for i, (inputs, targets) in enumerate(loader(2)):
     if i % 4 == 3:
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
 """,
     ),
     "two_scalers_leave_gradients_in_one_critic": Mistake(

@@ -177,7 +177,7 @@ class StepGradients:
         ratio = self.norm / norm if norm else math.nan
         if abs(ratio - 1) > 1e-3:
             window.by_hand *= ratio
-        if self.norm and not _is_multiple(now, sample, ratio):
+        if 0 < self.norm < math.inf and not _is_multiple(now, sample, ratio):
             window.rewritten = True
         if self.factor > SCALED:
             self.factor = _known(self.factor, ratio)
