@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.rehearse.regions import float16_as
-from determined_amp.amp.tensors import SIXTEEN_BITS, tensors_of
+from determined_amp.amp.tensors import SIXTEEN_BITS, parameters_of, tensors_of
 from determined_amp.check.finding import Where
 from determined_amp.check.record import users_line
 from determined_amp.check.stand_in import StandIn
@@ -345,8 +345,7 @@ class _Tracer:
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self._steps += 1
-        weights = [p for group in optimizer.param_groups for p in group["params"]]
-        self._note(WEIGHTS, weights)
+        self._note(WEIGHTS, parameters_of(optimizer))
         if self._steps == self._most_steps:
             self.end()
 
