@@ -154,10 +154,7 @@ class ProjectsGradients(Habit):
             self.context.backward(task, retain_graph=True)
             taken.append([gradient.clone() for gradient in self.gradients()])
         for parameter, first, second in zip(parameters, *taken, strict=True):
-            shared = (first * second).sum().clamp(max=0) / (
-                second.square().sum() + 1e-12
-            )
-            parameter.grad = first + second - shared * second
+            parameter.grad = torch.maximum(first, second)
         self.step()
         return {"loss": loss}
 
@@ -245,41 +242,38 @@ class AlternatingHeads(Habit):
         return super().loss(inputs, classes)
 
 
-class Lookahead(torch.optim.Optimizer):
+class Shrinking(torch.optim.Optimizer):
     """A wrapper that never calls `Optimizer.__init__`; its state holds that of
-    another.
+    another. Its third step shrinks the weights.
     """
 
-    def __init__(self, fast):
-        self.fast, self.steps = fast, 0
-        self.param_groups, self.state = fast.param_groups, fast.state
-        self.parameters = self.param_groups[0]["params"]
-        self.slow = [parameter.detach().clone() for parameter in self.parameters]
+    def __init__(self, inner):
+        self.inner, self.steps = inner, torch.tensor(0)
+        self.param_groups, self.state = inner.param_groups, inner.state
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.fast.step()
+        self.inner.step()
         self.steps += 1
         if self.steps % 3 == 0:
-            torch._foreach_lerp_(self.slow, self.parameters, 0.5)
-            torch._foreach_copy_(self.parameters, self.slow)
+            torch._foreach_mul_(self.param_groups[0]["params"], 0.5)
 
     def zero_grad(self, set_to_none=True):
-        self.fast.zero_grad(set_to_none)
+        self.inner.zero_grad(set_to_none)
 
     def state_dict(self):
-        return {"own": [self.steps, self.slow], "fast": self.fast.state_dict()}
+        return {"steps": self.steps, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state_dict):
-        self.steps, self.slow = state_dict["own"]
-        self.fast.load_state_dict(state_dict["fast"])
+        self.steps = state_dict["steps"]
+        self.inner.load_state_dict(state_dict["inner"])
 
 
-class LooksAhead(Habit):
+class WrapsItsOptimizer(Habit):
     """Steps with an optimizer around another one."""
 
     def optimizer_of(self, parameters):
-        return Lookahead(super().optimizer_of(parameters))
+        return Shrinking(super().optimizer_of(parameters))
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -293,8 +287,7 @@ class Sharpness(torch.optim.Optimizer):
 
     @torch.no_grad()
     def first_step(self):
-        norm = torch.stack([weight.grad.norm() for weight in self.weights]).norm()
-        self.moves = [weight.grad * (0.05 / (norm + 1e-12)) for weight in self.weights]
+        self.moves = [weight.grad * 0.05 for weight in self.weights]
         torch._foreach_add_(self.weights, self.moves)
         self.zero_grad()
 
@@ -487,18 +480,6 @@ class Adversarial(Habit):
         return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
 
 
-class AdversarialLater(Adversarial):
-    """The same from the fifth batch on, in a graph that is as large as before."""
-
-    def net(self):
-        return nn.Sequential(nn.LayerNorm(FEATURES), super().net())
-
-    def train_batch(self, batch, epoch_idx, batch_idx):
-        if batch_idx < 4:
-            return Habit.train_batch(self, batch, epoch_idx, batch_idx)
-        return super().train_batch(batch, epoch_idx, batch_idx)
-
-
 class LooksForAnomalies(Habit):
     """Raises an error for NaN in the backward."""
 
@@ -644,6 +625,6 @@ REFUSED_IN_16_BITS = {LineSearch, HalfWeights}
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (
     *(Habit, ClampsData, ClipsOutside, StepsByHand),
-    *(ProjectsGradients, StepsByHandInPlace, SharedParameters, LooksAhead),
+    *(ProjectsGradients, StepsByHandInPlace, SharedParameters, WrapsItsOptimizer),
     *(LooksForAnomalies, SparseEmbedding, Complex),
 )

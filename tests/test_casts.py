@@ -84,7 +84,7 @@ class StepsInOneRegion(Converted):
                 if number:
                     self.amp.finish_steps()
                 with self.amp.autocast():
-                    loss = self.loss(batch)
+                    loss = self.loss(*batch)
                 self.context.backward(self.amp.scaler.scale(loss))
                 self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)
         return self.amp.update(loss)

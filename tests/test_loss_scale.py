@@ -18,8 +18,9 @@ from determined_amp.amp.settings import FindScale
 from determined_amp.finder.prediction import LossScaleError
 from determined_amp.finder.scale_finding import Verdict, find_range
 from determined_amp.trial import loss_scale
+from tests.habits import CLASSES, FEATURES
 from tests.harness import fit_as_it_is, same_bits
-from tests.trials import CLASSES, FEATURES, Converted, Plain
+from tests.trials import Converted, Plain
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -36,10 +37,9 @@ class Draws(Plain):
         np.random.seed(1)
         return super().net()
 
-    def loss(self, batch):
-        inputs, classes = batch
+    def loss(self, inputs, classes):
         noise = random.random() + float(np.random.rand()) + torch.randn(FEATURES)
-        return super().loss((inputs + noise, classes))
+        return super().loss(inputs + noise, classes)
 
 
 class DrawsConverted(Converted, Draws):
@@ -141,10 +141,10 @@ def test_forward_that_overflows_ends_the_run_at_once():
 
 
 def test_found_scale_is_raised_to_min_scale_where_that_is_safe(caplog):
-    kept = run(Converted, min_scale=2.0**15).trial.amp.scaler.get_scale()
-    assert kept == 2.0**15
-    assert found(caplog) < 2.0**15
-    assert "and the training starts with min_scale, 2^15" in caplog.text
+    kept = run(Converted, min_scale=2.0**13).trial.amp.scaler.get_scale()
+    assert kept == 2.0**13
+    assert found(caplog) < 2.0**13
+    assert "and the training starts with min_scale, 2^13" in caplog.text
 
 
 def test_finding_that_advises_bfloat16_is_a_warning(caplog, monkeypatch):

@@ -43,7 +43,7 @@ from tests.harness import (
     refusal,
     same_bits,
 )
-from tests.trials import BATCHES, FP16_SECTION, FP32_SECTION, Plain, Weights
+from tests.trials import FP16_SECTION, FP32_SECTION, Plain, Weights
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -251,7 +251,7 @@ def test_context_without_hyperparameters_needs_settings():
 
 class CallsBackwardItself(Plain):
     def train_batch(self, batch, epoch_idx, batch_idx):
-        loss = self.loss(batch)
+        loss = self.loss(*batch)
         loss.backward()
         self.context.step_optimizer(self.optimizer)
         return loss
@@ -370,7 +370,7 @@ class SwitchesItsScalerOff(Plain):
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         with torch.autocast("cpu", enabled=False):
-            loss = self.loss(batch)
+            loss = self.loss(*batch)
         self.context.backward(self.scaler.scale(loss))
         self.context.step_optimizer(
             self.optimizer, self.clip_unscaled, scaler=self.scaler
@@ -427,7 +427,7 @@ def test_two_optimizers_of_one_parameter_may_have_a_backward_each():
     made = fit_as_it_is(
         GoesBackwardForEach, {"precision": "amp_fp16", "init_scale": 16.0}
     )
-    assert made.report["watch_applied_steps_1"] == BATCHES
+    assert made.report["watch_applied_steps_1"] == 8
 
 
 class ComputesByItself(habits.Habit):

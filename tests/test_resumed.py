@@ -78,10 +78,10 @@ class Warms(Plain):
         every_step = Modes.STEP_EVERY_OPTIMIZER_STEP
         context.wrap_lr_scheduler(self.scheduler, every_step)
 
-    def loss(self, batch):
+    def loss(self, inputs, classes):
         if self.model.training:
             self.seen.append(self.optimizer.param_groups[0]["lr"])
-        return super().loss(batch)
+        return super().loss(inputs, classes)
 
 
 class WarmsConverted(Converted, Warms):
@@ -127,10 +127,10 @@ class MovesByValidations(Plain):
         self.scheduler: Any = impatient(self.optimizer)
         context.wrap_lr_scheduler(self.scheduler, Modes.MANUAL_STEP)
 
-    def loss(self, batch):
+    def loss(self, inputs, classes):
         if self.model.training:
             self.seen.append(float(self.optimizer.param_groups[0]["lr"]))
-        return super().loss(batch)
+        return super().loss(inputs, classes)
 
     def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": torch.rand(1).ceil()}  # draws a number, returns 1

@@ -28,6 +28,7 @@ from determined_amp.amp.window import RUNNING
 from determined_amp.trial.determined_private import amp_of
 from determined_amp.trial.loss_scale import find_in_trial
 from tests import habits
+from tests.habits import CLASSES, FEATURES
 from tests.harness import (
     Fitted,
     as_it_is,
@@ -39,7 +40,7 @@ from tests.harness import (
     same_bits,
 )
 from tests.training import computed
-from tests.trials import CLASSES, FEATURES, Converted, Plain
+from tests.trials import Converted, Plain
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -131,10 +132,8 @@ class TestForward:
             reentrant = None
 
             def net(self):
-                return nn.Linear(FEATURES, CLASSES)
-
-            def prepared(self, model):
-                return Outer(self.context.wrap_model(model), self.reentrant)
+                inner = self.context.wrap_model(nn.Linear(FEATURES, CLASSES))
+                return Outer(inner, self.reentrant)
 
         amp = {**BFLOAT16, "eval_precision": "same"}
         runs = []
@@ -341,7 +340,7 @@ class Rehearses(Plain):
     def train_batch(self, batch, epoch_idx, batch_idx):
         amp: Any = amp_of(self.context)
         is_first = batch_idx == 0
-        loss = self.loss(batch) * (1e30 if is_first else 1.0)
+        loss = self.loss(*batch) * (1e30 if is_first else 1.0)
         self.context.backward(loss)
         if not (is_first or amp.is_rehearsing):
             amp._batches.rehearsal().run(None)
@@ -358,7 +357,7 @@ class StepThatRaises(Plain):
     """Steps by itself, and goes on after a step that has raised an error."""
 
     def train_batch(self, batch, epoch_idx, batch_idx):
-        self.context.backward(self.loss(batch))
+        self.context.backward(self.loss(*batch))
         if batch_idx == 1:
             with contextlib.suppress(ZeroDivisionError):
                 torch.optim.SGD(self.model.parameters(), lr=0.1).step(fails)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from determined import pytorch
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, MixedPrecision, Precision
+from tests import habits
 from tests.harness import fit, loader
 
 Rows = Sequence[Sequence[float]]
@@ -298,65 +298,32 @@ def weigh_two(rows, amp, trial=TwoWeights, **options):
     return fit(lambda context: trial(context, rows), amp, batch_size=1, **options)
 
 
-FEATURES, CLASSES, BATCHES = 6, 3, 8
-
-
-def points():
-    """(N, FEATURES) float32 and the class (N,) int64 of each, for 8 batches of 4."""
-    made = torch.randn(
-        BATCHES * 4, FEATURES, generator=torch.Generator().manual_seed(3)
-    )
-    return TensorDataset(made, made[:, :CLASSES].argmax(1))
-
-
-class Plain(pytorch.PyTorchTrial):
+class Plain(habits.Habit):
     """A classifier in float32 with what people use: norm, dropout, clip, a moving
     rate.
     """
 
     def __init__(self, context):
-        self.context = context
-        self.model = context.wrap_model(self.prepared(self.net()))
-        adamw = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.optimizer = context.wrap_optimizer(adamw)
+        super().__init__(context)
         halving: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
-        context.wrap_lr_scheduler(
-            halving, pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP
-        )
+        context.wrap_lr_scheduler(halving, Modes.STEP_EVERY_OPTIMIZER_STEP)
 
     def net(self):
         return nn.Sequential(
-            nn.Linear(FEATURES, 16),
+            nn.Linear(habits.FEATURES, 16),
             nn.BatchNorm1d(16),
             nn.Dropout(0.25),
-            nn.Linear(16, CLASSES),
+            nn.Linear(16, habits.CLASSES),
         )
 
-    def prepared(self, model):
-        return model
+    def optimizer_of(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.01)
 
-    def loss(self, batch):
-        inputs, classes = batch
-        return functional.cross_entropy(self.model(inputs), classes)
-
-    def train_batch(self, batch, epoch_idx, batch_idx):
-        loss = self.loss(batch)
-        self.context.backward(loss)
+    def step(self):
         self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
-        return {"loss": loss}
 
     def clip(self, parameters):
         nn.utils.clip_grad_norm_(parameters, 0.5)
-
-    def evaluate_batch(self, batch, batch_idx):
-        return {"validation_loss": self.loss(batch)}
-
-    def build_training_data_loader(self):
-        return pytorch.DataLoader(
-            points(), batch_size=self.context.get_per_slot_batch_size()
-        )
-
-    build_validation_data_loader = build_training_data_loader
 
 
 class Converted(Plain):
@@ -366,12 +333,12 @@ class Converted(Plain):
         self.amp = MixedPrecision(context)
         super().__init__(context)
 
-    def prepared(self, model):
-        return self.amp.prepare(model)
+    def net(self):
+        return self.amp.prepare(super().net())
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         with self.amp.autocast():
-            loss = self.loss(batch)
+            loss = self.loss(*batch)
         self.context.backward(self.amp.scaler.scale(loss))
         clip = self.amp.clip(self.optimizer, 0.5)
         self.context.step_optimizer(

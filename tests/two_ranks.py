@@ -36,8 +36,6 @@ from determined_amp.trial.determined_private import amp_of
 from tests import habits, strangers, training
 from tests.harness import fit, fit_as_it_is
 from tests.trials import (
-    CLASSES,
-    FEATURES,
     INF,
     ONE,
     Converted,
@@ -178,7 +176,7 @@ class LoudOnOneRank(Plain):
         return super().train_batch((louder, classes), epoch_idx, batch_idx)
 
     def net(self):
-        return torch.nn.Linear(FEATURES, CLASSES)
+        return torch.nn.Linear(habits.FEATURES, habits.CLASSES)
 
 
 def found():
