@@ -213,6 +213,17 @@ class SharedParameters(Habit):
         self.context.step_optimizer(self.second)
 
 
+class GoesBackwardForEach(SharedParameters):
+    """The same with a backward for each."""
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        for optimizer in (self.optimizer, self.second):
+            loss = self.loss(*batch)
+            self.context.backward(loss)
+            self.context.step_optimizer(optimizer)
+        return {"loss": loss}
+
+
 class AlternatingHeads(Habit):
     """A batch has a loss for one of two heads, and both optimizers are stepped."""
 

@@ -43,6 +43,9 @@ def make_batches():
     ]
 
 
+BATCH = make_batches()[0]
+
+
 def cross_entropy(amp, models, images, labels):
     with amp.autocast():
         return [functional.cross_entropy(model(images), labels) for model in models]
@@ -189,21 +192,24 @@ class OneModel:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         self.bits = []
 
-    def loss_fn(self, batch):
+    def loss_fn(self, batch=BATCH):
         return functional.cross_entropy(self.model(batch[0]), batch[1])
 
-    def loss(self, batch):
+    def loss(self, batch=BATCH):
         with self.amp.autocast():
             return self.loss_fn(batch)
 
-    def backward(self, batch):
+    def backward(self, batch=BATCH):
         loss = self.loss(batch)
         self.amp.scaler.scale(loss).backward()
         return loss
 
-    def train(self, batch):
-        loss = self.backward(batch)
+    def step(self):
         self.amp.scaler.step(self.optimizer)
+
+    def train(self, batch=BATCH):
+        loss = self.backward(batch)
+        self.step()
         self.optimizer.zero_grad()
         self.end(loss)
         return loss.item()

@@ -32,6 +32,7 @@ from determined_amp.amp.slots import ProcessGroup
 from determined_amp.experiment.experiment import read_yaml
 from tests.harness import Reports, core_context_of, needs_fused, same_bits
 from tests.loops import (
+    BATCH,
     BATCHES,
     FP16,
     RATE,
@@ -241,7 +242,7 @@ class TestAudit:
     """Of a model and a loss function, as `find_loss_scale` takes them."""
 
     def test_audit_counts_what_the_loop_computes_and_leaves_it_alone(self):
-        x, y = make_batches()[0]
+        x, y = BATCH
         amp = AmpLoop(FP16, "cpu")
         model = amp.prepare(make_model())
         before = copy.deepcopy(model.state_dict())
@@ -265,7 +266,7 @@ class TestAudit:
             audit_loss(
                 AmpLoop(FP16, "cpu"),
                 lambda batch: model(batch[0]).sum(),
-                make_batches()[0],
+                BATCH,
             )
 
 
@@ -278,7 +279,7 @@ def in_float32(loss_fn, batch):
 
 
 def infinite():
-    inputs, labels = make_batches()[0]
+    inputs, labels = BATCH
     return inputs * math.inf, labels
 
 
@@ -323,7 +324,7 @@ LEFT_OUT = [
 class TestGuard:
     def test_guard_ends_the_loop_with_the_cause_and_says_if_its_state_is_good(self):
         made = one_model(init_scale=2.0**10, max_consecutive_skips=1)
-        for batch in (make_batches()[0], infinite(), infinite()):
+        for batch in (BATCH, infinite(), infinite()):
             made.train(batch)
         with pytest.raises(GuardError, match="2 optimizer steps in a row") as ended:
             made.amp.report(infinite(), made.loss_fn)
@@ -349,7 +350,7 @@ class TestGuard:
             way(made)
             way(made)
             made.optimizer.zero_grad()
-            made.train(make_batches()[0])
+            made.train()
             made.amp.report()
         way(made)
         with pytest.raises(
@@ -371,9 +372,9 @@ class TestGuard:
             for number in range(40):
                 waits = number % 4 < 3
                 is_used = not (skips_backward and number % 4 in (1, 2))
-                loss = (made.backward if is_used else made.loss)(make_batches()[0])
+                loss = made.backward() if is_used else made.loss()
                 if not waits:
-                    made.amp.scaler.step(made.optimizer)
+                    made.step()
                     made.optimizer.zero_grad()
                 made.end(loss * math.nan if waits else loss)
             if look == 0:
@@ -405,7 +406,7 @@ def leaves_out_large_steps(made, *, zeroes_first, set_to_none):
         made.amp.scaler.unscale_(made.optimizer)
         norm = nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
         if math.isfinite(norm) and number % 3:
-            made.amp.scaler.step(made.optimizer)
+            made.step()
         if not zeroes_first:
             made.optimizer.zero_grad(set_to_none)
         made.end(loss)
@@ -434,8 +435,8 @@ def test_running_statistics_that_an_overflow_has_changed_are_saved_as_before():
 
 def test_state_saved_between_step_and_update_counts_the_step():
     made = one_model()
-    loss = made.backward(make_batches()[0])
-    made.amp.scaler.step(made.optimizer)
+    loss = made.backward()
+    made.step()
     early = made.amp.state_dict()
     made.end(loss)
     assert early == made.amp.state_dict()
@@ -567,16 +568,16 @@ def test_rehearsal_after_any_call_changes_neither_steps_nor_report():
         made = one_model(init_scale=2.0**17, growth_interval=2)
         calls = made.amp, made.optimizer
         after(*calls)
-        torch.autograd.backward(made.loss(make_batches()[0]))
+        torch.autograd.backward(made.loss())
         with pytest.raises(ConfigError, match="it does not scale the loss"):
-            made.amp.scaler.step(made.optimizer)
+            made.step()
         made.optimizer.zero_grad()
         for batch in make_batches():
             loss = made.backward(batch)
             after(*calls)
             made.amp.clip_gradients(made.optimizer, 0.5)
             after(*calls)
-            made.amp.scaler.step(made.optimizer)
+            made.step()
             after(*calls)
             made.optimizer.zero_grad()
             made.end(loss)
@@ -610,7 +611,7 @@ def test_guard_of_a_loop_watches_the_weights_of_its_optimizers_without_a_prepare
 
 def test_first_batch_after_a_resume_makes_no_step_if_it_is_left_out():
     saved = one_model(init_scale=4.0)
-    saved.train(make_batches()[0])
+    saved.train(BATCH)
     made = one_model()
     made.amp.wrap_optimizer(made.optimizer)
     made.amp.load_state_dict(saved.amp.state_dict())
@@ -674,6 +675,6 @@ def test_scale_stays_while_gradients_accumulate_after_a_step_that_was_left_out()
     made.backward(infinite())
     made.amp.clip_gradients(made.optimizer)
     made.optimizer.zero_grad()
-    made.end(made.backward(make_batches()[0]))
-    made.train(make_batches()[0])
+    made.end(made.backward())
+    made.train()
     assert [float(bits[-1]) for bits in made.bits] == [1024.0, 512.0]

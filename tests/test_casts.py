@@ -7,16 +7,15 @@ import torch
 
 from determined_amp.amp.rehearse.restored import undisturbed
 from tests.harness import fit, same_bits
-from tests.loops import make_batches, one_model
+from tests.loops import one_model
 from tests.trials import Converted
 
 SIXTEEN_BITS = pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
 STEPS = 6
-BATCH = make_batches()[0]
 
 
 def several_steps(loop):
-    return [loop.train(BATCH) for _ in range(STEPS)]
+    return [loop.train() for _ in range(STEPS)]
 
 
 def a_step_with_a_closure(loop):
@@ -25,7 +24,7 @@ def a_step_with_a_closure(loop):
 
     def closure():
         optimizer.zero_grad()
-        loss = loop.loss(BATCH)
+        loss = loop.loss()
         torch.autograd.backward(loss)
         losses.append(loss.item())
         return loss
@@ -36,17 +35,17 @@ def a_step_with_a_closure(loop):
 
 
 def a_loaded_state(loop):
-    before = loop.loss(BATCH).item()
+    before = loop.loss().item()
     loop.model.load_state_dict({k: 2 * v for k, v in loop.model.state_dict().items()})
-    return [before, loop.loss(BATCH).item()]
+    return [before, loop.loss().item()]
 
 
 def a_rehearsal_that_moves_weights(loop):
     with undisturbed(loop.model, optimizers=[loop.optimizer]):
         for parameter in loop.model.parameters():
             parameter.data.mul_(2.0)
-        loop.loss(BATCH)
-    return [loop.loss(BATCH).item()]
+        loop.loss()
+    return [loop.loss().item()]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from determined_amp import ConfigError, check
 from determined_amp.amp import torch_private
 from determined_amp.check.recorder import Recorder
-from tests.loops import make_batches, one_model
+from tests.loops import one_model
 
 
 def nothing(model):
@@ -48,13 +48,13 @@ def train(change, precision, window, *, unscales=False, steps=6):
     """Steps of a small net, whose gradients are changed before each of them."""
     loop = one_model(precision)
     for batch in range(steps * window):
-        loss = loop.loss(make_batches()[0]) / window
+        loss = loop.loss() / window
         torch.autograd.backward(loop.amp.scaler.scale(loss))
         if batch % window == window - 1:
             if unscales:
                 loop.amp.scaler.unscale_(loop.optimizer)
             change(loop.model)
-            loop.amp.scaler.step(loop.optimizer)
+            loop.step()
             loop.optimizer.zero_grad()
         loop.amp.update(loss)
 
@@ -101,7 +101,7 @@ def test_torch_is_as_it_was_once_a_training_and_a_doctor_are_over():
     gc.collect()  # trials of other tests
     assert sorts_as_torch_does()
     loop = one_model()
-    torch.autograd.backward(loop.amp.scaler.scale(loop.loss(make_batches()[0])))
+    torch.autograd.backward(loop.amp.scaler.scale(loop.loss()))
     assert not sorts_as_torch_does()
     with check.watching():
         del loop

@@ -43,6 +43,7 @@ from tests.harness import (
     refusal,
     same_bits,
 )
+from tests.loops import BATCH, OneModel, one_model
 from tests.trials import FP16_SECTION, FP32_SECTION, Plain, Weights
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
@@ -363,7 +364,7 @@ def test_trial_that_cannot_be_trained_as_it_is_gets_one_sentence(trial, precisio
     assert words in said
 
 
-class SwitchesItsScalerOff(Plain):
+class SwitchesItsScalerOff(habits.Habit):
     def __init__(self, context):
         self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu", enabled=False))
         super().__init__(context)
@@ -372,15 +373,10 @@ class SwitchesItsScalerOff(Plain):
         with torch.autocast("cpu", enabled=False):
             loss = self.loss(*batch)
         self.context.backward(self.scaler.scale(loss))
-        self.context.step_optimizer(
-            self.optimizer, self.clip_unscaled, scaler=self.scaler
-        )
+        self.scaler.unscale_(self.optimizer)
+        self.context.step_optimizer(self.optimizer, scaler=self.scaler)
         self.scaler.update()
         return {"loss": loss}
-
-    def clip_unscaled(self, parameters):
-        self.scaler.unscale_(self.optimizer)
-        self.clip(parameters)
 
 
 class FrozenHalf(habits.Habit):
@@ -407,27 +403,9 @@ def test_trial_whose_own_amp_is_switched_off_trains_as_one_without():
     amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
     states = [
         fit_as_it_is(trial, amp).checkpoint["models_state_dict"]
-        for trial in (SwitchesItsScalerOff, Plain)
+        for trial in (SwitchesItsScalerOff, habits.Habit)
     ]
     assert same_bits(*states)
-
-
-class GoesBackwardForEach(habits.SharedParameters):
-    """Two optimizers of the same parameters, with a backward each."""
-
-    def train_batch(self, batch, epoch_idx, batch_idx):
-        for optimizer in (self.optimizer, self.second):
-            loss = self.loss(*batch)
-            self.context.backward(loss)
-            self.context.step_optimizer(optimizer)
-        return {"loss": loss}
-
-
-def test_two_optimizers_of_one_parameter_may_have_a_backward_each():
-    made = fit_as_it_is(
-        GoesBackwardForEach, {"precision": "amp_fp16", "init_scale": 16.0}
-    )
-    assert made.report["watch_applied_steps_1"] == 8
 
 
 class ComputesByItself(habits.Habit):
@@ -447,39 +425,8 @@ def test_trial_that_never_calls_its_model_fails_the_audit():
 # A loop of one's own.
 
 
-class OwnLoop:
-    """One weight and its optimizer."""
-
-    def __init__(self, precision="amp_fp16"):
-        self.amp = AmpLoop(AmpSettings(Precision(precision)), "cpu")
-        self.model = self.amp.prepare(nn.Linear(1, 1, bias=False))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.before = next(self.model.parameters()).item()
-
-    def backward(self, *, scales=True):
-        loss = self.model(torch.ones(1, 1)).sum()
-        torch.autograd.backward(self.amp.scaler.scale(loss) if scales else loss)
-
-    def step(self):
-        self.amp.scaler.step(self.optimizer)
-
-
-class Wrapper:
-    """Holds an optimizer, and is none."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-
-    def step(self):
-        self.optimizer.step()
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-
-class MovesByHand(torch.optim.Optimizer):
-    """Never calls `Optimizer.__init__`, so torch has no hooks for it."""
+class MovesByHand:
+    """No optimizer of torch, so torch has no hooks for it."""
 
     def __init__(self, model):
         self.param_groups = [{"params": list(model.parameters())}]
@@ -503,7 +450,7 @@ def steps_the_optimizer(loop):
 
 
 def steps_an_unknown_optimizer(loop):
-    loop.backward()
+    torch.autograd.backward(loop.amp.scaler.scale(loop.loss_fn()))
     loop.optimizer.step()
 
 
@@ -517,7 +464,7 @@ def steps_another_model_itself(loop):
 
 def steps_inside_a_wrapper(loop):
     loop.amp.start()
-    Wrapper(loop.optimizer).step()
+    habits.Shrinking(loop.optimizer).step()
 
 
 def steps_a_wrapper_without_hooks(loop):
@@ -536,7 +483,7 @@ def forgets_the_update(loop):
 
 
 def scales_no_loss(loop):
-    loop.backward(scales=False)
+    torch.autograd.backward(loop.loss())
     loop.step()
 
 
@@ -586,11 +533,11 @@ MISTAKES_IN_A_LOOP = {
 @every_precision
 def test_mistake_in_a_loop_is_one_sentence(mistake, precision):
     with pytest.raises(ConfigError, match=MISTAKES_IN_A_LOOP[mistake]):
-        mistake(OwnLoop(precision))
+        mistake(one_model(precision))
 
 
 BEFORE_ANY_BACKWARD = {
-    "step": lambda loop: loop.amp.scaler.step(loop.optimizer),
+    "step": OneModel.step,
     "unscale": lambda loop: loop.amp.scaler.unscale_(loop.optimizer),
     "clip": lambda loop: loop.amp.clip_gradients(loop.optimizer, 1.0),
 }
@@ -599,7 +546,7 @@ BEFORE_ANY_BACKWARD = {
 @pytest.mark.parametrize("call", BEFORE_ANY_BACKWARD)
 def test_call_before_any_loss_was_scaled_is_one_sentence(call):
     with pytest.raises(ConfigError, match=r"it does not scale the loss; .*backward"):
-        BEFORE_ANY_BACKWARD[call](OwnLoop("amp_fp16"))
+        BEFORE_ANY_BACKWARD[call](one_model("amp_fp16"))
 
 
 def rehearses(loop):
@@ -609,7 +556,7 @@ def rehearses(loop):
 
 
 def has_not_begun(loop):
-    loop.backward(scales=False)
+    torch.autograd.backward(loop.loss_fn())
     loop.optimizer.step()
 
 
@@ -620,7 +567,7 @@ def steps_a_model_of_its_own(loop):
 
 
 def trains_two_loops_in_turn(loop):
-    other = OwnLoop()
+    other = one_model()
     other.amp.prepare(loop.model)
     other.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.5)
     other.model = loop.model
@@ -645,9 +592,9 @@ class Outer(torch.optim.Optimizer):
 
 
 def steps_with(loop, optimizer):
-    loop.backward()
+    loss = loop.backward()
     loop.amp.scaler.step(optimizer)
-    assert next(loop.model.parameters()).item() != loop.before
+    assert loop.loss() != loss
     loop.amp.update()
     assert loop.amp.attempted_steps == int(loop.amp.applied_steps) == 1
 
@@ -657,7 +604,7 @@ def steps_an_optimizer_inside_another(loop):
 
 
 def steps_a_wrapper(loop):
-    steps_with(loop, Wrapper(loop.optimizer))
+    steps_with(loop, habits.Shrinking(loop.optimizer))
 
 
 NO_MISTAKES_IN_A_LOOP = [
@@ -673,18 +620,18 @@ NO_MISTAKES_IN_A_LOOP = [
 @pytest.mark.parametrize("way", NO_MISTAKES_IN_A_LOOP)
 @every_precision
 def test_step_that_uses_no_scaled_gradient_is_not_refused(way, precision):
-    way(OwnLoop(precision))
+    way(one_model(precision))
 
 
 @every_precision
 def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision):
-    loop = OwnLoop(precision)
+    loop = one_model(precision)
     loop.amp.start()
     for _ in range(2):
         loop.backward()
         loop.step()
         loop.amp.update()
-    loop.amp.report((torch.ones(1, 1),), lambda batch: loop.model(*batch).sum())
+    loop.amp.report(BATCH, loop.loss_fn)
     amp, model = weakref.ref(loop.amp), weakref.ref(loop.model)
     optimizer = loop.optimizer
     with pytest.raises(ConfigError, match="it steps an optimizer whose gradients"):
@@ -697,11 +644,11 @@ def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision):
 
 
 def test_loop_that_comes_or_goes_while_another_training_steps_leaves_its_step_alone():
-    loops, optimizer = [OwnLoop()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    loops, optimizer = [one_model()], torch.optim.SGD([nn.Parameter(torch.ones(1))])
     loops[0].amp.start()
 
     def replace(*_):
-        loops[:] = [OwnLoop()]
+        loops[:] = [one_model()]
 
     # torch goes on to the second one
     handles = [register_optimizer_step_pre_hook(replace) for _ in range(2)]
@@ -720,7 +667,7 @@ def test_loop_that_comes_or_goes_while_another_training_steps_leaves_its_step_al
 def test_step_that_is_refused_is_none_for_the_doctor():
     recorder = Recorder()
     with recorder.watching():
-        loop = OwnLoop()
+        loop = one_model()
         loop.backward()
         loop.step()
         with pytest.raises(ConfigError, match="it steps an optimizer whose gradients"):
@@ -729,7 +676,7 @@ def test_step_that_is_refused_is_none_for_the_doctor():
 
 
 def test_step_with_a_closure_and_a_loss_scale_is_refused():
-    loop = OwnLoop()
+    loop = one_model()
     with pytest.raises(
         ConfigError, match="steps with a closure, which a loss scale does not"
     ):
@@ -740,7 +687,7 @@ def test_step_with_a_closure_and_a_loss_scale_is_refused():
 def test_optimizer_of_16_bit_weights_is_refused_by_a_loop_and_a_teacher_is_not(
     first_use,
 ):
-    loop = OwnLoop()
+    loop = one_model()
     teacher = loop.amp.prepare(nn.Linear(1, 1).half())
     loop.backward()
     loop.step()
@@ -753,7 +700,7 @@ def test_optimizer_of_16_bit_weights_is_refused_by_a_loop_and_a_teacher_is_not(
 
 def test_what_is_no_scheduler_of_torch_is_refused_by_a_loop():
     words = r"^the loop: wrap_lr_scheduler: got a SGD; allowed: one of torch\.optim"
-    loop = OwnLoop()
+    loop = one_model()
     with pytest.raises(ConfigError, match=words):
         loop.amp.wrap_lr_scheduler(loop.optimizer)
 
@@ -761,7 +708,7 @@ def test_what_is_no_scheduler_of_torch_is_refused_by_a_loop():
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, None])
 def test_max_norm_that_is_no_number_above_0_is_refused(max_norm):
     context: Any = Context()
-    amp, loop = MixedPrecision(context, AmpSettings(Precision.FP32)), OwnLoop()
+    amp, loop = MixedPrecision(context, AmpSettings(Precision.FP32)), one_model()
     optimizer = context.wrap_optimizer(loop.optimizer)
     words = f": got max_norm {max_norm}; allowed: a number above 0"
     with pytest.raises(ConfigError, match=words):
