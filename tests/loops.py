@@ -225,6 +225,23 @@ def one_model(precision="amp_fp16", **settings):
     return OneModel(AmpLoop(AmpSettings(Precision(precision), **settings), "cpu"))
 
 
+class ReadsFoundInf(torch.optim.SGD):
+    """A user's own, which torch's scaler lets skip on the device, as a fused one."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                change = weight.grad * group["lr"]
+                if self.grad_scale is not None:  # not unscaled yet
+                    change /= self.grad_scale
+                weight.sub_(torch.where(self.found_inf > 0, 0.0, change))
+
+
 class Trial(pytorch.PyTorchTrial):
     """A case as a trial; `bits` as of a `Training`."""
 

@@ -209,7 +209,9 @@ def test_batches_never_wait(name, monkeypatch):
     assert syncs.waits["batches"] == {}
     assert syncs.waits["report"] == {"read": 1}
     assert Counter(example.calls) <= syncs.calls["batches"]
-    assert run.dtypes == {torch.float32 if "fp32" in example.config else torch.float16}
+    assert run.trial.dtypes == {
+        torch.float32 if "fp32" in example.config else torch.float16
+    }
     assert run.trial.optimizer.defaults["fused"] is True
 
 

@@ -13,33 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp.fp32_modules import IslandError, keep_in_float32
 from determined_amp.amp.plain_data import Values
+from determined_amp.amp.rehearse.precision_audit import ProductCount
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-
-
-class Products(TorchDispatchMode):
-    """Sees the operations that reach a kernel, after autocast.
-
-    Attributes:
-        dtypes: Of every matrix product, in order.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
-            (dtype,) = {
-                value.dtype for value in args if isinstance(value, torch.Tensor)
-            }
-            self.dtypes.append(dtype)
-        return func(*args, **(kwargs or {}))
 
 
 def three_layers():
@@ -47,33 +27,39 @@ def three_layers():
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
-def products_of(model, dtype, x):
-    """The dtypes of the products of the forward, and of those of the backward."""
-    with Products() as forward, torch.autocast("cpu", dtype=dtype):
-        y = model(x)
-    with Products() as backward:
+# Of each layer in the forward, of 3 samples. In the backward the weights have as many,
+# and the inputs too, but those of the first layer, which need no gradient.
+FIRST, MIDDLE, LAST = 2 * 3 * 4 * 8, 2 * 3 * 8 * 8, 2 * 3 * 8 * 2
+
+
+def flops_of(model, dtype):
+    """Of a forward and its backward, by dtype."""
+    with ProductCount() as count:
+        with torch.autocast("cpu", dtype=dtype):
+            y = model(torch.randn(3, 4))
         y.sum().backward()
-    return forward.dtypes, backward.dtypes
+    found = collections.Counter()
+    for (_, computed), flops in count.flops.items():
+        found[computed] += flops
+    return found
 
 
 @DTYPES
 class TestDtypes:
     def test_products_are_float32_in_the_island_only(self, dtype):
-        """The backward has two products per layer, the first layer's input needs no
-        gradient.
-        """
-        for patterns, middle in (([], dtype), (["1"], torch.float32)):
-            model = three_layers()
-            assert keep_in_float32(model, patterns, "cpu") == patterns
-            forward, backward = products_of(model, dtype, torch.randn(3, 4))
-            assert forward == [dtype, middle, dtype]
-            assert backward == [dtype, dtype, middle, middle, dtype]
+        outside = {dtype: 2 * FIRST + 3 * LAST}
+        without, model = three_layers(), three_layers()
+        assert keep_in_float32(without, [], "cpu") == []
+        assert flops_of(without, dtype) == {dtype: outside[dtype] + 3 * MIDDLE}
+        assert keep_in_float32(model, ["1"], "cpu") == ["1"]
+        assert flops_of(model, dtype) == {**outside, torch.float32: 3 * MIDDLE}
 
     def test_island_in_an_island_is_float32(self, dtype):
         model = nn.Sequential(three_layers(), nn.Linear(2, 2))
         assert keep_in_float32(model, ["^0$", "^0.1$"], "cpu") == ["0", "0.1"]
-        forward, _ = products_of(model, dtype, torch.randn(3, 4))
-        assert forward == [torch.float32] * 3 + [dtype]
+        in_float32 = 2 * FIRST + 3 * MIDDLE + 3 * LAST
+        outside = 3 * 2 * 3 * 2 * 2
+        assert flops_of(model, dtype) == {torch.float32: in_float32, dtype: outside}
 
 
 class Pair(NamedTuple):

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from determined_amp.amp import schedules
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.schedules import AppliedStepSchedule
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -28,6 +26,7 @@ from determined_amp.trial.make import trial_of
 from tests import habits
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import fit
+from tests.loops import ReadsFoundInf
 from tests.training import ROOT
 
 CONFIGS = ROOT / "experiment_configs"
@@ -44,20 +43,6 @@ OVERRIDES = (
     "hyperparameters.amp.audit=false",  # of the first batches alone; it times kernels
     f"hyperparameters.training.max_length={{batches: {BATCHES}}}",
 )
-
-
-@dataclass
-class Run:
-    """What one run left: the trial, and the dtypes of its model's outputs in
-    training.
-    """
-
-    trial: Any = None
-    dtypes: set[torch.dtype] = field(default_factory=set)
-
-    def note_dtype(self, model, inputs, outputs):
-        if model.training:
-            self.dtypes.add(outputs.dtype)
 
 
 class Loop(SafeController):
@@ -86,7 +71,8 @@ class Loop(SafeController):
 
 
 def train(during, config, *overrides, gpus=1):
-    """Train in Determined's loop.
+    """Train in Determined's loop; the trial notes in `dtypes` what its model returns in
+    training.
 
     Args:
         during: Entered with the name of each phase, `batches` and `report`.
@@ -98,14 +84,19 @@ def train(during, config, *overrides, gpus=1):
     experiment = parse(raw, config)
     length = experiment.max_length.batches
     assert length is not None
-    run = Run()
 
     def make(context):
-        run.trial = trial_of(experiment, context)
-        run.trial.model.register_forward_hook(run.note_dtype)
-        return run.trial
+        trial = trial_of(experiment, context)
+        trial.dtypes = set()
 
-    fit(
+        def note_dtype(model, inputs, outputs):
+            if model.training:
+                trial.dtypes.add(outputs.dtype)
+
+        trial.model.register_forward_hook(note_dtype)
+        return trial
+
+    return fit(
         make,
         batches=length,
         reporting_period=REPORTING_PERIOD,
@@ -115,7 +106,6 @@ def train(during, config, *overrides, gpus=1):
         aggregation_frequency=experiment.aggregation_frequency,
         loop=partial(Loop, during),
     )
-    return run
 
 
 @needs_fake_cuda
@@ -137,7 +127,7 @@ def test_batches_never_wait_and_a_report_reads_once(precision, aggregation_frequ
     assert syncs.waits["report"] == {"read": 3, "wait": 1}
     # And these batches did what they are for: cast, unscale, clip, step, move the
     # schedule.
-    assert run.dtypes == {precision.autocast_dtype or torch.float32}
+    assert run.trial.dtypes == {precision.autocast_dtype or torch.float32}
     steps = BATCHES // aggregation_frequency
     scaled = steps if precision is Precision.AMP_FP16 else 0
     calls = syncs.calls["batches"]
@@ -177,19 +167,27 @@ def test_batches_of_an_unmodified_trial_wait_for_their_copy_alone(precision):
     # Its clip, the unscaling, and the zeroing after an overflow.
     assert calls["_foreach_mul_"] == BATCHES + 2 * scaled
     assert calls["_fused_sgd_"] == BATCHES
-    assert run.dtypes == {torch.float32}  # as handed on
+    assert run.trial.dtypes == {torch.float32}  # as handed on
 
 
 @needs_fake_cuda
-def test_batches_of_a_loop_never_wait_and_a_report_reads_once():
+@pytest.mark.parametrize(
+    "make",
+    [partial(torch.optim.Adam, fused=True), partial(ReadsFoundInf, lr=0.1)],
+    ids=["fused", "a user's own"],
+)
+def test_batches_of_a_loop_never_wait_and_a_report_reads_once(make, monkeypatch):
     """As in a GAN: the first optimizer is unscaled when the second loss goes
-    backward.
+    backward. The schedulers run ahead again and again.
     """
+    monkeypatch.setattr(schedules, "_AHEAD", BATCHES // 3)
     with fake_cuda() as syncs:
         amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cuda")
         amp.guard.enabled = False  # fake tensors have no values to judge
         models = [amp.prepare(nn.Linear(6, 3).to("cuda")) for _ in range(2)]
-        optimizers = [torch.optim.Adam(m.parameters(), fused=amp.fused) for m in models]
+        optimizers = [make(model.parameters()) for model in models]
+        for optimizer in optimizers:
+            amp.wrap_lr_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1))
         x = torch.ones(4, 6, device="cuda")
         with syncs.during("batches"):
             for _ in range(BATCHES):
@@ -205,60 +203,9 @@ def test_batches_of_a_loop_never_wait_and_a_report_reads_once():
             amp.report()
     assert syncs.waits["batches"] == {}
     assert syncs.waits["report"]["read"] == 1
-    assert syncs.calls["batches"]["_fused_adam_"] == 2 * BATCHES
-
-
-class ReadsFoundInf(torch.optim.SGD):
-    """A user's own, which torch's scaler lets skip on the device, as a fused one."""
-
-    _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor
-    found_inf: torch.Tensor
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                change = weight.grad / self.grad_scale * group["lr"]
-                weight.sub_(torch.where(self.found_inf > 0, 0.0, change))
-
-
-@needs_fake_cuda
-def test_scheduled_steps_of_an_own_optimizer_that_reads_found_inf_never_wait():
-    with fake_cuda() as syncs:
-        amp = AmpLoop(AmpSettings(Precision.AMP_FP16), "cuda")
-        amp.guard.enabled = False  # fake tensors have no values to judge
-        model = amp.prepare(nn.Linear(6, 3).to("cuda"))
-        optimizer = ReadsFoundInf(model.parameters(), lr=0.1)
-        amp.wrap_lr_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1))
-        x = torch.ones(4, 6, device="cuda")
-        with syncs.during("batches"):
-            for _ in range(BATCHES):
-                with amp.autocast():
-                    loss = model(x).float().mean()
-                amp.scaler.scale(loss).backward()
-                amp.scaler.step(optimizer)
-                amp.update(loss, samples=len(x))
-    assert syncs.waits["batches"] == {}
-    assert syncs.calls["batches"]["index_select"] > BATCHES
-
-
-@needs_fake_cuda
-def test_rates_of_a_fused_optimizer_are_placed_without_waiting():
-    """Also when the scheduler runs ahead again, and its rates go to the device."""
-    device, steps = torch.device("cuda"), 600
-    with fake_cuda() as syncs:
-        weight = nn.Parameter(torch.zeros(1, device=device))
-        adam = torch.optim.Adam([weight], fused=True)
-        halving = torch.optim.lr_scheduler.ExponentialLR(adam, 0.5)
-        schedule = AppliedStepSchedule(halving, device, skips=True)
-        applied = torch.zeros((), device=device)
-        with syncs.during("steps"):
-            for step in range(steps):
-                schedule.move(step, applied)
-    assert syncs.waits["steps"] == {}
-    calls = syncs.calls["steps"]
-    assert (calls["index_select"], calls["cat"]) == (steps, 3)
+    calls = syncs.calls["batches"]
+    assert calls["index_select"] > 2 * BATCHES
+    assert calls["cat"] == 2 * 4
 
 
 class ReadsTheLoss(TrainingMetrics):

@@ -30,22 +30,7 @@ from determined_amp.amp.mistakes import (
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.window import RUNNING, Windows
-
-
-class Fused(torch.optim.SGD):
-    """Is called on a skip, too, and reads on the device that it is one, as torch's
-    fused ones.
-    """
-
-    _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor
-    found_inf: torch.Tensor
-
-    def step(self, closure=None):
-        (weight,) = self.param_groups[0]["params"]
-        weight.data.sub_(
-            torch.where(self.found_inf > 0, 0.0, weight.grad / self.grad_scale)
-        )
+from tests.loops import ReadsFoundInf
 
 
 def scaler_of(settings):
@@ -106,14 +91,14 @@ class TestSettings:
 
 
 class TestStep:
-    @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
+    @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, ReadsFoundInf])
     def test_step_that_is_applied_or_skipped_is_noted(self, optimizer_class):
         made = Stepped(optimizer_class)
         assert made.step(0.25) == 0.75
         (outcome,) = made.outcomes().values()
         made.scaler.finish()
         assert outcome == 0
-        assert isinstance(outcome, torch.Tensor) is (optimizer_class is Fused)
+        assert isinstance(outcome, torch.Tensor) is (optimizer_class is ReadsFoundInf)
         assert made.step(math.inf) == 0.75
         assert made.outcomes() == {made.optimizer: 1}
 
