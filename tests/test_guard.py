@@ -21,39 +21,35 @@ from tests.trials import Weights
 FP16 = AmpSettings(
     Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5
 )
-SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
 
 
-def guard(
-    settings=FP16, searcher="single", *, newest=lambda: None, models=(), optimizers=0
-):
+def guard(settings=FP16, *, newest=lambda: None, models=(), **searcher):
     context: Any = Context()
-    for _ in range(optimizers):
-        context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
     context.distributed.allgather = lambda value: [value]
-    context._exp_conf = {"searcher": {"metric": "validation_loss"}}
-    if searcher is not None:
-        context._exp_conf["searcher"]["name"] = searcher
+    context._exp_conf = {"searcher": {"metric": "validation_loss", **searcher}}
     amp = MixedPrecision(context, settings)
     context.models.extend(models)
     return TrialGuard(context, amp.guard, settings, newest=newest)
-
-
-def judge(watched, *steps, loss=1.0, loss_scale=2.0**16):
-    """Let the guard look at a report."""
-    metrics = watched._guard._metrics
-    metrics.latest, metrics.loss = list(steps or (SOUND,)), loss
-    metrics.scale_of_newest_step = loss_scale
-    watched.on_training_workload_end({"loss": loss}, {})
 
 
 def counted(applied, skipped, consecutive_skips=0, name="", *, began=(0, 0)):
     return StepReport(name, applied, skipped, consecutive_skips, 0, 0, began=began)
 
 
+SOUND = counted(100, 0)
+
+
+def judge(watched, steps=SOUND, loss=1.0, loss_scale=2.0**16):
+    """Let the guard look at a report."""
+    metrics = watched._guard._metrics
+    metrics.latest, metrics.loss = [steps], loss
+    metrics.scale_of_newest_step = loss_scale
+    watched.on_training_workload_end({"loss": loss}, {})
+
+
 # Reports that a guard judges one after the other, and what it says of the last one;
 # None passes.
-IN_A_ROW, FLOOR = "4 optimizer steps in a row were skipped, more than", "at its floor 2"
+IN_A_ROW = "4 optimizer steps in a row were skipped, more than"
 TROUBLE = {
     "sound": ([SOUND], None),
     "four in a row": ([counted(10, 0), counted(100, 0, 4)], IN_A_ROW),
@@ -81,55 +77,46 @@ TROUBLE = {
         [counted(100, 0), counted(104, 6)],
         "60% of the optimizer steps",
     ),
-    "floor": ([counted(10, 0), (counted(100, 0, 1), 1.0, 2.0)], FLOOR),
-    "floor while steps are applied": ([(SOUND, 1.0, 2.0)], None),
-    "loss of a skipped step": ([(SOUND, math.nan, 2.0**16)], None),
 }
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_guard_ends_a_run_that_skips_beyond_the_limits_or_is_at_the_floor(name):
-    reports, words = TROUBLE[name]
-    watched = guard(searcher=None)
-    *before, last = [
-        it if isinstance(it, tuple) else (it, 1.0, 2.0**16) for it in reports
-    ]
-    for steps, loss, loss_scale in before:
-        judge(watched, steps, loss=loss, loss_scale=loss_scale)
+def test_guard_ends_a_run_that_skips_beyond_the_limits(name):
+    (*before, last), words = TROUBLE[name]
+    watched = guard()
+    for steps in before:
+        judge(watched, steps)
     if words is None:
-        judge(watched, last[0], loss=last[1], loss_scale=last[2])
+        judge(watched, last)
         return
     with pytest.raises(GuardError, match=words) as ended:
-        judge(watched, last[0], loss=last[1], loss_scale=last[2])
+        judge(watched, last)
     assert ended.value.state_is_good
     assert "optimizer : " not in str(ended.value)
 
 
+def test_guard_ends_a_run_that_still_skips_at_the_floor():
+    watched = guard()
+    judge(watched, loss=math.nan)  # of a skipped step
+    judge(watched, loss_scale=2.0)  # no step was skipped
+    with pytest.raises(GuardError, match="at its floor 2") as ended:
+        judge(watched, counted(110, 0, 1), loss_scale=2.0)
+    assert ended.value.state_is_good
+
+
 @pytest.mark.parametrize(
-    ("attempted", "applied", "passing", "ending"),
+    ("began", "passing", "ending"),
     [
         # its skips are no start, and are not counted again
-        (
-            64,
-            4,
-            [(14, 60)],
-            (18, 66),
-        ),
+        ((4, 60), [(14, 60)], (18, 66)),
         # It has settled before, and settles again: what comes after five steps is
         # judged.
-        (25, 25, [(30, 0), (34, 6), (40, 6)], (44, 12)),
-        (3, 0, [(4, 9)], None),  # it had not settled yet
+        ((25, 0), [(30, 0), (34, 6), (40, 6)], (44, 12)),
+        ((0, 3), [(4, 9)], None),  # it had not settled yet
     ],
 )
-def test_share_of_skips_counts_from_the_resumed_checkpoint_on(
-    attempted, applied, passing, ending
-):
-    watched = guard(optimizers=1)
-    (window,) = watched._guard._metrics.windows.all()
-    saved = {"attempted": attempted, "applied": applied, "last_applied": applied}
-    window.counts.load_state_dict(saved)
-    began = window.counts.began
-    watched.on_training_start()
+def test_share_of_skips_counts_from_the_resumed_checkpoint_on(began, passing, ending):
+    watched = guard()
     for steps in passing:
         judge(watched, counted(*steps, began=began))
     if ending is not None:
@@ -265,7 +252,8 @@ class TestCause:
 def test_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
     on_overflow, searcher, error, value, caplog
 ):
-    watched = guard(dataclasses.replace(FP16, on_overflow=on_overflow), searcher)
+    settings = dataclasses.replace(FP16, on_overflow=on_overflow)
+    watched = guard(settings, name=searcher)
     is_bad = isinstance(value, float) and not math.isfinite(value)
     if is_bad and error is not None:
         with pytest.raises(error, match=f"validation_loss is {value}"):
