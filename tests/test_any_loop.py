@@ -336,6 +336,7 @@ class TestGuard:
         weights = [each[:-1] for each in made.bits]
         assert same_bits(*weights)
         assert made.amp.steps(made.optimizer).attempted == 3
+        assert not made.amp.last_step_applied
         with torch.no_grad():
             next(made.model.parameters()).fill_(math.nan)
         without_a_batch = r"give the newest batch .* amp\.report\(batch, loss"
@@ -668,6 +669,7 @@ def test_step_that_an_optimizer_hands_to_threads_is_no_mistake(precision):
     for batch in make_batches()[:3]:
         made.train(batch)
     assert made.amp.applied_steps == 3
+    assert made.amp.last_step_applied
 
 
 def test_scale_stays_while_gradients_accumulate_after_a_step_that_was_left_out():

@@ -13,10 +13,6 @@ from determined_amp.check.recorder import Recorder
 from tests.loops import one_model
 
 
-def nothing(model):
-    pass
-
-
 def by_norm(model):
     clip_grad_norm_(model.parameters(), 1.0)
 

@@ -85,22 +85,19 @@ class TestForward:
     def test_validation_is_in_the_precision_of_the_settings(self, eval_precision):
         seen = []
 
+        def note(model, _, output):
+            seen.append((model.training, output.dtype))
+
+        class Noting(nn.Linear):
+            def forward(self, x):
+                output = super().forward(x)
+                note(self, x, output)
+                return output
+
         class Watching(Plain):
             def net(self):
-                model = nn.Linear(FEATURES, CLASSES)
-                model.register_forward_hook(
-                    lambda module, _, output: seen.append(
-                        (module.training, output.dtype)
-                    )
-                )
-                forward = model.forward
-
-                def look(x):
-                    found = forward(x)
-                    seen.append((model.training, found.dtype))
-                    return found
-
-                model.forward = look  # type: ignore[method-assign]
+                model = Noting(FEATURES, CLASSES)
+                model.register_forward_hook(note)
                 return model
 
         fit_as_it_is(Watching, {**BFLOAT16, "eval_precision": eval_precision})
@@ -143,8 +140,12 @@ class TestForward:
         assert dtypes == {torch.bfloat16}
         assert not autocast_is_on("cpu")
 
-    def test_output_that_a_forward_hook_changes_in_place_is_handed_on(self):
+    def test_forward_hook_gets_the_tensor_that_is_handed_on_and_may_change_it(self):
+        gradients = []
+
         def zero(module, inputs, output):
+            if output.requires_grad:
+                output.register_hook(gradients.append)
             output.mul_(0)
 
         class Zeroes(Plain):
@@ -156,23 +157,6 @@ class TestForward:
 
         made = fit_as_it_is(Zeroes, BFLOAT16, batches=1)
         assert made.report["loss"] == pytest.approx(math.log(CLASSES))
-
-    def test_forward_hook_gets_the_tensor_that_the_loss_is_computed_from(self):
-        gradients = []
-
-        def reverse(module, inputs, output):
-            if output.requires_grad:
-                output.register_hook(gradients.append)
-
-        class Reverses(Plain):
-            def net(self):
-                model = nn.Sequential(
-                    nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)
-                )
-                model[0].register_forward_hook(reverse)
-                return model
-
-        fit_as_it_is(Reverses, BFLOAT16, batches=2)
         assert {each.dtype for each in gradients} == {torch.float32}
 
     def test_copy_has_weights_of_its_own_and_a_pickled_model_is_the_plain_one(self):
@@ -189,11 +173,21 @@ class TestForward:
         assert torch.equal(again(inputs), model(inputs))
 
 
-def test_training_leaves_classes_of_torch_as_they_were():
+def test_training_leaves_torch_and_its_classes_as_they_were():
+    """No name of the package itself changes, not even in a forward."""
     owners = (torch.Tensor, torch.autograd.Variable, torch.autograd.Function, nn.Module)
     copy.copy(torch.ones(1))  # Python notes on the class what a copy has to copy
     before = [dict(vars(owner)) for owner in owners]
-    fit_as_it_is(Plain, FP16)
+    package, seen = dict(vars(torch)), []
+
+    class LooksAtTorch(Plain):
+        def loss(self, inputs, classes):
+            now = vars(torch)
+            seen.extend(name for name in package if now[name] is not package[name])
+            return super().loss(inputs, classes)
+
+    fit_as_it_is(LooksAtTorch, FP16)
+    assert seen == []
     assert [dict(vars(owner)) for owner in owners] == before
 
 
@@ -353,40 +347,36 @@ def test_rehearsal_leaves_the_overflow_of_a_window_that_goes_on():
     assert float(made.trial.found_inf) == 1
 
 
-class StepThatRaises(Plain):
-    """Steps by itself, and goes on after a step that has raised an error."""
+def fails():
+    raise ZeroDivisionError
+
+
+class StepsThatRaise(Plain):
+    """Steps by itself, and goes on after a step that has raised an error, as in each
+    validation.
+    """
+
+    def raise_in_a_step(self):
+        with contextlib.suppress(ZeroDivisionError):
+            torch.optim.SGD(self.model.parameters(), lr=0.1).step(fails)
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         self.context.backward(self.loss(*batch))
         if batch_idx == 1:
-            with contextlib.suppress(ZeroDivisionError):
-                torch.optim.SGD(self.model.parameters(), lr=0.1).step(fails)
+            self.raise_in_a_step()
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return {"loss": 0.0}
 
-
-class ValidationStepThatRaises(Plain):
-    """Steps an optimizer of its own in a validation."""
-
     def evaluate_batch(self, batch, batch_idx):
-        with contextlib.suppress(ZeroDivisionError):
-            torch.optim.SGD(self.model.parameters(), lr=0.1).step(fails)
+        self.raise_in_a_step()
         return super().evaluate_batch(batch, batch_idx)
 
 
-def test_own_step_of_a_validation_that_raises_is_over_when_the_training_is():
-    fit_as_it_is(ValidationStepThatRaises, {"precision": "fp32"}, batches=4)
+def test_own_step_that_raises_is_over_and_hides_no_later_one():
+    made = fit_as_it_is(StepsThatRaise, {"precision": "fp32"}, batches=4)
     assert RUNNING.window is None
-
-
-def fails():
-    raise ZeroDivisionError
-
-
-def test_own_step_that_raises_hides_no_later_one():
-    made = fit_as_it_is(StepThatRaises, {"precision": "fp32"}, batches=4)
     amp = amp_of(made.trial.context)
     assert amp is not None
     assert amp.attempted_steps == 3
