@@ -234,14 +234,17 @@ class TestAudited:
 
 
 class Keeps(Converted):
-    """Keeps counts, one beside the scaler, a queue and an average of its weights."""
+    """Keeps counts, one beside the scaler, a queue and an average of its weights, and
+    what cannot be copied.
+    """
 
     def __init__(self, context):
         super().__init__(context)
         self.calls, self.queue = 0, deque(maxlen=3)
         self.meter = SimpleNamespace(count=0, scaler=self.amp.scaler)
         self.teacher = copy.deepcopy(self.model)
-        self.lock = threading.Lock()  # cannot be copied
+        self.lock = threading.Lock()
+        self.numbers = (number for number in range(9))
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         self.calls += 1
@@ -269,32 +272,17 @@ class Keeps(Converted):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
-def test_rehearsal_of_the_audit_leaves_alone_what_a_trial_keeps(precision):
+def test_audit_leaves_alone_what_a_trial_keeps_or_warns(precision, caplog):
     amp = {"precision": precision, "init_scale": 64.0}
     audited_run, unwatched = (
         fit(Keeps, {**amp, "audit": audit}, batches=3) for audit in (True, False)
     )
     assert "watch_audit_share" in audited_run.reports.training[0]  # the control
     assert audited_run.trial.calls == 3
+    words = "it cannot copy numbers, which the training finds as that batch has left it"
+    assert words in caplog.text
     assert same_bits(audited_run.trial.kept(), unwatched.trial.kept())
     assert same_bits(audited_run.checkpoint, unwatched.checkpoint)
-
-
-class KeepsGenerator(Converted):
-    """Keeps an iterator, which cannot be copied."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self.numbers = (number for number in range(9))
-        self.lock = threading.Lock()
-
-
-def test_warning_names_what_moves_on_with_the_batch_that_the_audit_trains(caplog):
-    fit(KeepsGenerator, {"precision": "fp32"}, batches=1)
-    assert (
-        "it cannot copy numbers, which the training finds as that batch has left"
-        in caplog.text
-    )
 
 
 class TestCommand:

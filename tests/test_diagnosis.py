@@ -18,8 +18,7 @@ ONE = OneSlot()
 
 def find_cause(models, batch, train, *, optimizers=(), slots=ONE, scale=1.0, grown=1.0):
     """The cause in a rehearsal of these parts."""
-    made = train  # the diagnosis always names a scale
-    rehearsal = Rehearsal(made, models, optimizers, batch)
+    rehearsal = Rehearsal(train, models, optimizers, batch)
     return diagnosis.find_cause(rehearsal, slots, scale=scale, grown=grown)
 
 

@@ -45,15 +45,24 @@ def by_module(recorder):
     return modules
 
 
-def recorded(model):
-    recorder = GradientRecorder([model])
-    torch.manual_seed(1)
-    inputs = torch.randn(5, 8)
+def watched(models, train):
+    """The recorder of a forward in autocast and its backward."""
+    recorder = GradientRecorder(models)
     with recorder.watching():
         with torch.autocast("cpu", BF16):
-            loss = functional.cross_entropy(model(inputs), torch.arange(5) % 4)
+            loss = train()
         loss.backward()
-    return by_module(recorder)
+    return recorder
+
+
+def recorded(model):
+    torch.manual_seed(1)
+    inputs, classes = torch.randn(5, 8), torch.arange(5) % 4
+
+    def train():
+        return functional.cross_entropy(model(inputs), classes)
+
+    return by_module(watched([model], train))
 
 
 def net(*, checkpointed=False):
@@ -86,11 +95,8 @@ class TestModules:
 
     def test_two_models_are_told_apart(self):
         models = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        recorder = GradientRecorder(models)
-        with recorder.watching():
-            with torch.autocast("cpu", BF16):
-                output = models[1](models[0](torch.ones(1, 2)))
-            output.float().sum().backward()
+        inputs = torch.ones(1, 2)
+        recorder = watched(models, lambda: models[1](models[0](inputs)).float().sum())
         assert set(by_module(recorder)) == {
             OUTSIDE,
             f"model 0: {WHOLE_MODEL}",
@@ -101,12 +107,12 @@ class TestModules:
 class TestValues:
     def test_recorded_values_are_those_of_the_gradients(self):
         model = nn.Linear(3, 2, bias=False)
-        recorder = GradientRecorder([model])
-        inputs = torch.tensor([[1.0, 2.0, 4.0]])
-        with recorder.watching():
-            with torch.autocast("cpu", BF16):
-                loss = (model(inputs).float() * torch.tensor([[1.0, 1024.0]])).sum()
-            loss.backward()
+        inputs, factors = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[1.0, 1024.0]])
+
+        def train():
+            return (model(inputs).float() * factors).sum()
+
+        recorder = watched([model], train)
         # Weight: the outer product of (1, 1024) and (1, 2, 4).
         weights = powers_in(by_module(recorder)[WHOLE_MODEL])
         assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}

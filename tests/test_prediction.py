@@ -3,6 +3,7 @@ said.
 """
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -30,33 +31,25 @@ def slots(*others):
     )
 
 
-def scaled(*factors, cast=torch.float16):
-    """A batch for each factor: the loss is the sum of `factor * w`, from w = 1 in
-    autocast.
-    """
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-
-    def rehearsal(factor):
-        def train(scale):
-            with torch.autocast("cpu", cast, enabled=cast is not None):
-                loss = model(torch.full((1, 1), factor)).float().sum()
-            torch.autograd.backward(loss * (scale or 1.0))
-
-        return Rehearsal(train, [model])
-
-    return [rehearsal(factor) for factor in factors]
-
-
-def of(*models, loss):
-    """One batch with this loss, in float16 autocast."""
+def of(*models, loss, cast=torch.float16):
+    """One batch with this loss, in autocast."""
 
     def train(scale):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", cast, enabled=cast is not None):
             made = loss()
         torch.autograd.backward(made.float().sum() * (scale or 1.0))
 
     return [Rehearsal(train, models)]
+
+
+def scaled(*factors, **options):
+    """A batch for each factor: the loss is the sum of `factor * w`, from w = 1."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    made = []
+    for factor in factors:
+        made += of(model, loss=partial(model, torch.full((1, 1), factor)), **options)
+    return made
 
 
 class TestSeveral:

@@ -237,32 +237,22 @@ def test_world_size_without_a_rank_is_one_sentence(size, monkeypatch):
         pass
 
 
-class TestGpus:
-    @pytest.fixture
-    def done(self, monkeypatch):
-        """What the second of two processes does on a machine with two GPUs."""
-        done = []
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.setenv(name, "2")
-        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"):
-            monkeypatch.setenv(name, "1")
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, "1")
-        # put back afterwards: it is set in there
-        monkeypatch.setenv("USE_TORCH_DISTRIBUTED", "")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "set_device", done.append)
+def test_each_process_takes_its_gpu_before_the_group(monkeypatch):
+    """NCCL and Determined would otherwise put every process onto the first GPU."""
+    done = []
+    for name, value in two_ranks.of_torchrun(1).items():
+        monkeypatch.setenv(name, value)
+    # put back afterwards: it is set in there
+    monkeypatch.setenv("USE_TORCH_DISTRIBUTED", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
 
-        def begin(backend):
-            done.append(backend)
-            raise ConnectionError
+    def begin(backend):
+        done.append(backend)
+        raise ConnectionError
 
-        monkeypatch.setattr(distributed, "init_process_group", begin)
-        return done
-
-    def test_each_process_takes_its_gpu_before_the_group(self, done):
-        """NCCL and Determined would otherwise put every process onto the first GPU."""
-        with pytest.raises(ConnectionError), process_group():
-            pass
-        assert done == [1, "cpu:gloo,cuda:nccl"]
+    monkeypatch.setattr(distributed, "init_process_group", begin)
+    with pytest.raises(ConnectionError), process_group():
+        pass
+    assert done == [1, "cpu:gloo,cuda:nccl"]

@@ -44,7 +44,7 @@ def state(trial):
         [
             trial.model.state_dict(),
             trial.optimizer.state_dict(),
-            (trial.amp if hasattr(trial, "amp") else trial).scaler.state_dict(),
+            trial.scaler.state_dict(),
             gradients,
             torch.random.get_rng_state(),
             [random.getstate(), str(numpys["state"])],

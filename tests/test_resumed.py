@@ -63,13 +63,25 @@ class Warmup(lr_scheduler.LRScheduler):
             self.after.step()
 
 
-class Warms(Plain):
-    """Has a scheduler that holds another one."""
+class NotesRates(Plain):
+    """Has another scheduler, and notes the rate of each batch."""
 
     def __init__(self, context):
         super().__init__(context)
         self.seen = []
         context.lr_schedulers.clear()
+
+    def loss(self, inputs, classes):
+        if self.model.training:
+            self.seen.append(float(self.optimizer.param_groups[0]["lr"]))
+        return super().loss(inputs, classes)
+
+
+class Warms(NotesRates):
+    """Has a scheduler that holds another one."""
+
+    def __init__(self, context):
+        super().__init__(context)
         (group,) = self.optimizer.param_groups
         group["lr"] = group["initial_lr"] = 0.01
         after = lr_scheduler.CosineAnnealingLR(self.optimizer, BATCHES)
@@ -77,11 +89,6 @@ class Warms(Plain):
         self.scheduler = scheduler
         every_step = Modes.STEP_EVERY_OPTIMIZER_STEP
         context.wrap_lr_scheduler(self.scheduler, every_step)
-
-    def loss(self, inputs, classes):
-        if self.model.training:
-            self.seen.append(self.optimizer.param_groups[0]["lr"])
-        return super().loss(inputs, classes)
 
 
 class WarmsConverted(Converted, Warms):
@@ -115,22 +122,15 @@ class Validates(pytorch.PyTorchCallback):
         self.count = int(state_dict["count"])
 
 
-class MovesByValidations(Plain):
+class MovesByValidations(NotesRates):
     """Steps a scheduler of Determined itself, and has a rate that is a tensor."""
 
     def __init__(self, context):
         super().__init__(context)
-        self.seen: list[float] = []
-        context.lr_schedulers.clear()
         (group,) = self.optimizer.param_groups
         group["lr"] = torch.tensor(0.01)
         self.scheduler: Any = impatient(self.optimizer)
         context.wrap_lr_scheduler(self.scheduler, Modes.MANUAL_STEP)
-
-    def loss(self, inputs, classes):
-        if self.model.training:
-            self.seen.append(float(self.optimizer.param_groups[0]["lr"]))
-        return super().loss(inputs, classes)
 
     def evaluate_batch(self, batch, batch_idx):
         return {"validation_loss": torch.rand(1).ceil()}  # draws a number, returns 1

@@ -278,17 +278,3 @@ def test_step_inside_the_closure_of_another_one_is_told_from_it():
     assert outer.outcomes() == {outer.optimizer: False}
     assert inner.outcomes() == {inner.optimizer: True}
     assert RUNNING.window is None
-
-
-def test_scaler_without_a_loss_scale_passes_everything_through():
-    made, one = Stepped(), torch.ones(())
-    made.scaler = scaler = scaler_of(AmpSettings(Precision.AMP_BF16))
-    assert scaler.scale(one) is one
-    weight = made.backward(0.25)
-    scaler.unscale_(made.optimizer)
-    assert scaler.step(made.optimizer, lambda: 7.0) == 7
-    assert made.outcomes() == {made.optimizer: False}
-    assert weight.item() == 0.75
-    scaler.finish()
-    assert [*scaler.loss_scales()] == [1, 1]
-    assert scaler.state_dict() == {}

@@ -3,6 +3,7 @@ finite.
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import determined as det
@@ -25,25 +26,15 @@ from tests.loss_scale import config, prediction_of
 from tests.training import ROOT, SMALL
 
 
-class Float16:
-    """Measurements made by hand: nothing overflows up to 2^top; `share` is flushed at
-    any scale.
-
-    Attributes:
-        measured: log2 of the scales that were tried so far.
-    """
-
-    def __init__(self):
-        self.top, self.share = 6.0, 0.0
-        self.measured = []
-
-
 class TestTerms:
     """The gradient of 2^9 is predicted to overflow from 2^7 on."""
 
     @pytest.fixture
     def float16(self, monkeypatch):
-        made = Float16()
+        """Measurements made by hand: nothing overflows up to 2^top, `share` is flushed
+        at any scale, and `measured` has log2 of the scales that were tried so far.
+        """
+        made = SimpleNamespace(top=6.0, share=0.0, measured=[])
 
         def overflows(rehearsals, slots, scale_log2):
             made.measured.append(scale_log2)

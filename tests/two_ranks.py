@@ -280,8 +280,9 @@ def shuffled():
     }
 
 
-def main(rank, folder):
-    of_torchrun = {
+def of_torchrun(rank):
+    """What torchrun tells one of two ranks in its environment."""
+    told = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": 2,
@@ -290,7 +291,11 @@ def main(rank, folder):
         "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
     }
-    os.environ.update({name: str(value) for name, value in of_torchrun.items()})
+    return {name: str(value) for name, value in told.items()}
+
+
+def main(rank, folder):
+    os.environ.update(of_torchrun(rank))
     work = folder / "work"
     work.mkdir(exist_ok=True)
     os.chdir(work)  # which the loop copies into every checkpoint
