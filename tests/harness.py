@@ -150,7 +150,6 @@ def fit(
     batches,
     resume=None,
     warm_start=False,
-    folder=None,
     processes=None,
     reporting_period=1,
     checkpoint_period=None,
@@ -169,7 +168,6 @@ def fit(
         resume: The run to go on from.
         warm_start: Whether this is another trial, which takes weights alone from that
             run.
-        folder: Where checkpoints go, if a test looks there.
         processes: The ranks, which take the batches in turn; by default there is one.
         reporting_period: Batches.
         checkpoint_period: Batches; by default at the end only.
@@ -179,7 +177,7 @@ def fit(
         loop: Determined's controller, or one that says what it does.
         of_the_context: See `context_of`.
     """
-    folder = folder or Path(_SAVED.name) / str(next(_RUNS))
+    folder = Path(_SAVED.name) / str(next(_RUNS))
     folder.mkdir(exist_ok=True)  # another rank may have made it
     if resume is not None:
         with suppress(FileExistsError):

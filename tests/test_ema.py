@@ -25,8 +25,8 @@ class Averaged(OneWeight):
         averages: The averaged weight after every batch.
     """
 
-    def __init__(self, context, recipe):
-        super().__init__(context, recipe)
+    def __init__(self, context, *given):
+        super().__init__(context, *given)
         self.ema = EMAWeights(self.model, self.amp, DECAY)
         self.averages = []
 

@@ -26,14 +26,11 @@ from determined_amp import ConfigError
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.window import RUNNING
 from determined_amp.trial.determined_private import amp_of
-from determined_amp.trial.loss_scale import find_in_trial
 from tests import habits
 from tests.habits import CLASSES, FEATURES
 from tests.harness import (
     Fitted,
     as_it_is,
-    context_of,
-    core_context_of,
     every_precision,
     fit,
     fit_as_it_is,
@@ -393,14 +390,12 @@ def test_overflow_of_one_batch_costs_the_step_of_its_window():
 @pytest.mark.parametrize(
     "habit", [habits.Adversarial, habits.ProjectsGradients, habits.Complex]
 )
-def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(habit, tmp_path):
-    amp = {"precision": "amp_fp16", "init_scale": 1.0}
-    with core_context_of(tmp_path) as core_context:
-        torch.manual_seed(0)
-        context = context_of(core_context, {"global_batch_size": 4, "amp": amp})
-        top = find_in_trial(
-            "", as_it_is(habit, amp)(context), context, 1
-        ).finding.top_log2
+def test_scale_that_the_finder_names_is_the_largest_that_skips_no_step(habit, caplog):
+    caplog.set_level("INFO")
+    finds = {"precision": "amp_fp16", "init_scale": "find"}
+    fit_as_it_is(habit, finds, batches=1)
+    (found,) = re.findall(r"safe range: 2\^\S+ to 2\^(\S+),", caplog.text)
+    top = int(found)
     reports = [
         way(
             habit, {**LOUD, "init_scale": 2.0**scale}, batches=1, reporting_period=1

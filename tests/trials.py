@@ -9,7 +9,6 @@ steps are skipped.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -40,12 +39,10 @@ class Weights(pytorch.PyTorchTrial):
 
     Attributes:
         rows: The batches; each holds the x of its samples.
-        max_norm: Of the gradients of an optimizer.
         count: How many models, each with an optimizer; all get the same x.
     """
 
     rows: Rows = ((1.0, 1.0), (3.0, 3.0))
-    max_norm = math.inf
     count = 1
 
     def __init__(self, context, settings=None):
@@ -76,7 +73,7 @@ class Weights(pytorch.PyTorchTrial):
         return loss
 
     def step(self, which=0):
-        clip = self.amp.clip(self.optimizers[which], self.max_norm)
+        clip = self.amp.clip(self.optimizers[which], math.inf)
         self.context.step_optimizer(
             self.optimizers[which], clip_grads=clip, scaler=self.amp.scaler
         )
@@ -185,61 +182,38 @@ def run_of(
     return run
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What one run of `OneWeight` is given; `rate` is the learning rate."""
-
-    rows: Rows
-    amp: AmpSettings = AMP
-    rate: float = 0.5
-    max_norm: float = math.inf
-
-
 class OneWeight(Weights):
-    """Notes its weight and its scale.
+    """Notes its weight and its scale; SGD with rate 0.5.
 
     Attributes:
         scales: Loss scale after every batch.
         trace: w after every batch.
     """
 
-    def __init__(self, context, recipe):
-        self.recipe, self.rows, self.max_norm = recipe, recipe.rows, recipe.max_norm
-        super().__init__(context, recipe.amp)
+    def __init__(self, context, rows, amp):
+        self.rows = rows
+        super().__init__(context, amp)
         self.scales = []
         self.trace = []
 
     def optimizer_of(self, parameters):
-        return torch.optim.SGD(parameters, lr=self.recipe.rate)
+        return torch.optim.SGD(parameters, lr=0.5)
 
     def train_batch(self, batch, epoch_idx, batch_idx):
-        reported = self.train_on(batch)
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
         self.scales.append(float(self.amp.loss_scale()))
         self.trace += self.weights()
         return reported
 
-    def train_on(self, batch):
-        return super().train_batch(batch, 0, 0)
 
-
-def weigh(
-    rows,
-    amp=AMP,
-    trial=OneWeight,
-    *,
-    rate=0.5,
-    max_norm=math.inf,
-    processes=None,
-    **options,
-):
+def weigh(rows, amp=AMP, trial=OneWeight, *, processes=None, **options):
     """Train the one weight on these rows, of which ranks take turns, with one report at
     the end.
     """
     batches = len(rows) // (processes.size if processes else 1)
     options = {"batches": batches, "reporting_period": batches, **options}
-    recipe = Recipe(rows, amp, rate, max_norm)
     return fit(
-        lambda context: trial(context, recipe),
+        lambda context: trial(context, rows, amp),
         batch_size=len(rows[0]),
         processes=processes,
         **options,

@@ -41,6 +41,7 @@ from tests.trials import (
     Converted,
     OneWeight,
     Plain,
+    Weights,
     weigh,
     weigh_two,
 )
@@ -70,8 +71,8 @@ WINDOWS = [ONE, ONE, ONE, [3.0, 3.0], INF, ONE, ONE, ONE]
 class CountsExchanges(OneWeight):
     """Counts how often this rank takes part in averaging the gradient."""
 
-    def __init__(self, context, recipe):
-        super().__init__(context, recipe)
+    def __init__(self, context, *given):
+        super().__init__(context, *given)
         self.exchanges = 0
         model = self.model
         # torch reads the hook's annotations and takes none of a lambda.
@@ -91,7 +92,7 @@ class TrainsAgain(CountsExchanges):
         reported = super().train_batch(batch, epoch_idx, batch_idx)
         before = self.exchanges
         with self.amp.without_steps(), undisturbed(self.model):
-            self.train_on(batch)
+            Weights.train_batch(self, batch, epoch_idx, batch_idx)
         self.of_replays += self.exchanges - before
         return reported
 
