@@ -11,11 +11,11 @@ import re
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import distributed, nn
-from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from determined_amp import (
@@ -168,21 +168,20 @@ class TestState:
         assert float(amp.loss_scale()) == 8.0
 
     def test_plateau_that_is_wrapped_after_the_state_was_loaded_is_resumed(self):
-        def made(amp):
-            optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-            amp.wrap_optimizer(optimizer)
-            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        def plateau(made):
+            made.amp.wrap_optimizer(made.optimizer)
+            return lr_scheduler.ReduceLROnPlateau(made.optimizer, patience=1)
 
-        first, second = AmpLoop(FP16, "cpu"), AmpLoop(FP16, "cpu")
-        first.wrap_lr_scheduler(made(first))
+        first, second = one_model(), one_model()
+        first.amp.wrap_lr_scheduler(plateau(first))
         for metric in (1.0, 2.0):
-            first.validated(metric)
-        plateau = made(second)
-        second.load_state_dict(first.state_dict())
-        second.wrap_lr_scheduler(plateau)
-        assert plateau.num_bad_epochs == 1
-        second.validated(2.0)
-        assert plateau.optimizer.param_groups[0]["lr"] == 0.1
+            first.amp.validated(metric)
+        later = plateau(second)
+        second.amp.load_state_dict(first.amp.state_dict())
+        second.amp.wrap_lr_scheduler(later)
+        assert later.num_bad_epochs == 1
+        second.amp.validated(2.0)
+        assert second.optimizer.param_groups[0]["lr"] == 0.1 * RATE
 
     def test_loop_that_has_moved_further_goes_back_to_a_loaded_state(self):
         case = Case(schedule=one_cycle)
@@ -242,21 +241,15 @@ class TestAudit:
     """Of a model and a loss function, as `find_loss_scale` takes them."""
 
     def test_audit_counts_what_the_loop_computes_and_leaves_it_alone(self):
-        x, y = BATCH
-        amp = AmpLoop(FP16, "cpu")
-        model = amp.prepare(make_model())
-        before = copy.deepcopy(model.state_dict())
-
-        def loss_fn(batch):
-            return functional.cross_entropy(model(batch[0]), batch[1])
-
-        audit = audit_loss(amp, loss_fn, (x, y))
+        made = one_model()
+        before = copy.deepcopy(made.model.state_dict())
+        audit = audit_loss(made.amp, made.loss_fn, BATCH)
         assert audit.share == 1
         assert audit.dtype is torch.float16
-        assert same_bits(model.state_dict(), before)
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert same_bits(made.model.state_dict(), before)
+        assert all(parameter.grad is None for parameter in made.model.parameters())
         with pytest.raises(AuditError, match=r"0\.0% of the FLOPs are in float16"):
-            audit_loss(amp, lambda batch: in_float32(loss_fn, batch), (x, y))
+            audit_loss(made.amp, partial(in_float32, made.loss_fn), BATCH)
 
     def test_audit_of_an_unknown_model_is_refused(self):
         model = make_model()
@@ -283,42 +276,26 @@ def infinite():
     return inputs * math.inf, labels
 
 
-def leaves_out_before_the_backward(made):
-    made.end(made.loss(infinite()))
+# The calls of a batch whose loss is not finite, and which makes no step.
+LEFT_OUT = (
+    "loss end",
+    "backward zero end",
+    "backward unscale end zero",
+    "zero backward end",
+    "backward fill end",
+)
 
 
-def leaves_out_after_the_backward(made):
-    loss = made.backward(infinite())
-    made.optimizer.zero_grad()
-    made.end(loss)
-
-
-def leaves_out_after_the_norm(made):
-    loss = made.backward(infinite())
-    made.amp.scaler.unscale_(made.optimizer)
-    made.end(loss)
-    made.optimizer.zero_grad()
-
-
-def leaves_out_and_zeroes_in_the_next_batch(made):
-    made.optimizer.zero_grad()
-    loss = made.backward(infinite())
-    made.end(loss)
-
-
-def leaves_out_with_gradients_of_0(made):
-    loss = made.backward(infinite())
-    made.optimizer.zero_grad(set_to_none=False)
-    made.end(loss)
-
-
-LEFT_OUT = [
-    leaves_out_before_the_backward,
-    leaves_out_after_the_backward,
-    leaves_out_after_the_norm,
-    leaves_out_and_zeroes_in_the_next_batch,
-    leaves_out_with_gradients_of_0,
-]
+def leave_out(made, calls="loss end"):
+    for call in calls.split():
+        if call in ("loss", "backward"):
+            loss = getattr(made, call)(infinite())
+        elif call == "unscale":
+            made.amp.scaler.unscale_(made.optimizer)
+        elif call == "end":
+            made.end(loss)
+        else:
+            made.optimizer.zero_grad(set_to_none=call == "zero")
 
 
 class TestGuard:
@@ -344,16 +321,16 @@ class TestGuard:
             made.amp.report()
         assert not ended.value.state_is_good
 
-    @pytest.mark.parametrize("way", LEFT_OUT)
-    def test_guard_ends_a_loop_that_leaves_out_most_of_its_batches(self, way):
+    @pytest.mark.parametrize("calls", LEFT_OUT)
+    def test_guard_ends_a_loop_that_leaves_out_most_of_its_batches(self, calls):
         made = one_model(init_scale=2.0**10)
         for _ in range(3):  # fewer than ten are not judged
-            way(made)
-            way(made)
+            leave_out(made, calls)
+            leave_out(made, calls)
             made.optimizer.zero_grad()
             made.train()
             made.amp.report()
-        way(made)
+        leave_out(made, calls)
         with pytest.raises(
             GuardError, match="the loss of 7 of 10 batches since the last look is not"
         ) as ended:
@@ -616,7 +593,7 @@ def test_first_batch_after_a_resume_makes_no_step_if_it_is_left_out():
     made = one_model()
     made.amp.wrap_optimizer(made.optimizer)
     made.amp.load_state_dict(saved.amp.state_dict())
-    leaves_out_before_the_backward(made)
+    leave_out(made)
     made.amp.report()
     assert (made.amp.metrics.left_out, made.amp.metrics.batches) == (1, 1)
 

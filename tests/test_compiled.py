@@ -84,8 +84,8 @@ def gradients(model, dtype=torch.bfloat16):
     return [gradient for gradient in found if gradient is not None]
 
 
-def compiled_block(**options):
-    model = Block(**options)
+def compiled_block():
+    model = Block()
     compile_forward(model, Compile.DEFAULT)
     return model
 

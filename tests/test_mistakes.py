@@ -489,16 +489,8 @@ def schedules_twice(loop):
         loop.amp.wrap_lr_scheduler(lr_scheduler.ExponentialLR(loop.optimizer, 0.9))
 
 
-def copies_the_loop(loop):
-    copy.deepcopy(loop)
-
-
 def copies_its_scaler(loop):
     copy.copy(loop.amp.scaler)
-
-
-def pickles_the_loop(loop):
-    pickle.dumps(loop.amp)
 
 
 def prepares_twice(loop):
@@ -516,9 +508,9 @@ MISTAKES_IN_A_LOOP = {
     ),
     steps_twice: "the loop: it steps an optimizer again without amp.update",
     scales_no_loss: r"it does not scale the loss; .*\.backward\(\)",
-    copies_the_loop: "the loop: it copies .* an AmpLoop for each training",
+    copy.deepcopy: "the loop: it copies .* an AmpLoop for each training",
     copies_its_scaler: "the loop: it copies .* an AmpLoop for each training",
-    pickles_the_loop: r"the loop: it copies .* amp\.state_dict\(\) for a checkpoint",
+    pickle.dumps: r"the loop: it copies .* amp\.state_dict\(\) for a checkpoint",
     prepares_twice: "^the loop: prepare: got a model a second time; allowed: once",
     schedules_twice: (
         "^the loop: wrap_lr_scheduler: its optimizer has a schedule already; join"

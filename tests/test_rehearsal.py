@@ -31,7 +31,6 @@ from determined_amp.finder.scoring import score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training, wrapped_scaler
 from tests import harness
-from tests.harness import context_of
 from tests.loss_scale import config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 
@@ -109,12 +108,6 @@ class TestNothingMoves:
         assert vars(model) == before
 
 
-def _another_context(context):
-    """The same once more: a context takes one scaler."""
-    hparams, exp_conf = context.get_hparams(), context.get_experiment_config()
-    return context_of(context._core, hparams, exp_conf=exp_conf)
-
-
 def weight_and_rehearsal(train):
     """A weight of 1 in no model, and a batch that trains it at a scale."""
     weight = nn.Parameter(torch.ones(1))
@@ -168,75 +161,75 @@ def test_largest_working_number_is_found_from_any_guess(guess, answer):
     assert -30 <= min(tried) <= max(tried) <= 30
 
 
-def test_batches_are_those_of_the_training_in_order():
+def prepares(monkeypatch, prepare):
+    """A small trial trains what this makes of its batches."""
+    plain = SmallTrial.train_batch
+
+    def train_batch(trial, batch, epoch_idx, batch_idx):
+        return plain(trial, prepare(batch), epoch_idx, batch_idx)
+
+    monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
+
+
+def test_batches_are_those_of_the_training_in_order(monkeypatch):
     seen = []
 
-    class Seeing(SummedLoss):
-        def train_batch(self, batch, epoch_idx, batch_idx):
-            seen.append(batch[1])
-            return super().train_batch(batch, epoch_idx, batch_idx)
+    def see(batch):
+        seen.append(batch[1])
+        return batch
 
+    prepares(monkeypatch, see)
     with open_trial(experiment_in(config(SummedLoss), "test")) as found:
-        trial = Seeing(_another_context(found.context))
-        train(trial, 3)
+        train(found.trial, 3)
 
     def labels(small, context, batches):
         return [rehearsal.batch[1] for rehearsal in batches]
 
     taken = looked_at(SummedLoss, labels, batches=3)
-    assert all(torch.equal(a, b) for a, b in zip(seen, taken, strict=True))
+    assert harness.same_bits(seen, taken)
 
 
 class TestInTraining:
-    """What a trial of three backwards sees of it, and what comes out."""
+    def test_batch_is_passed_as_the_loop_gave_it_with_all_its_backwards(
+        self, monkeypatch
+    ):
+        seen = []
 
-    class ThreeBackwards(SummedLoss):
-        def __init__(self, context):
-            super().__init__(context)
-            self.seen = []
-
-        def train_batch(self, batch, epoch_idx, batch_idx):
-            self.seen.append((epoch_idx, batch_idx))
+        def loss_of(small, batch):
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = self.scaler.scale(self.loss(*batch))
-            self.context.backward(loss, retain_graph=True)
-            self.context.backward(loss, None, True)  # gradient, retain_graph
-            self.context.backward(loss)
-            return {}
+                return small.loss(*batch)
 
-        def get_batch_length(self, batch):
-            return 7
+        def train_batch(small, batch, epoch_idx, batch_idx):
+            seen.append((epoch_idx, batch_idx))
+            loss = small.scaler.scale(loss_of(small, batch))
+            small.context.backward(loss, retain_graph=True)
+            small.context.backward(loss, None, True)  # gradient, retain_graph
+            small.context.backward(loss)
 
-    def looked_at(self, work, *, batches=2):
-        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
-            trial = self.ThreeBackwards(_another_context(found.context))
-            try:
-                return in_training(
-                    trial, trial.context, batches, lambda taken: work(trial, taken)
-                )
-            except det.InvalidHP as error:
-                # Determined's context would end the process on it
-                return error
-
-    def test_batch_is_passed_as_the_loop_gave_it_with_all_its_backwards(self):
-        def work(trial, batches):
+        def work(small, context, batches):
             outcome = batches[1].run(2.0)
-            assert trial.seen == [(0, 1)]
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = trial.loss(*batches[1].batch)
+            assert seen == [(0, 1)]
+            loss = loss_of(small, batches[1].batch)
             assert outcome.largest_loss == pytest.approx(2.0 * loss.item())
             assert outcome.is_sound
 
-        self.looked_at(work)
+        monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
+        looked_at(SummedLoss, work)
 
     def test_in_training_returns_or_raises_what_its_work_does(self):
-        assert self.looked_at(lambda trial, batches: len(batches)) == 2
+        assert looked_at(SummedLoss, lambda *given: len(given[2])) == 2
         error = det.InvalidHP("no scale")
 
-        def work(trial, batches):
+        def work(batches):
             raise error
 
-        assert self.looked_at(work) is error
+        with (
+            open_trial(experiment_in(config(SummedLoss), "test")) as found,
+            # Determined's context would end the process on it
+            pytest.raises(det.InvalidHP) as raised,
+        ):
+            in_training(found.trial, found.context, 2, work)
+        assert raised.value is error
 
     def test_loop_saves_and_reports_nothing_and_starts_where_it_is_told(
         self, monkeypatch
@@ -245,16 +238,14 @@ class TestInTraining:
         monkeypatch.setattr(
             pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
         )
-        with open_trial(experiment_in(config(SummedLoss), "test")) as found:
-            trial = self.ThreeBackwards(_another_context(found.context))
-            # as where the platform asks for it
-            with pytest.raises(SystemExit) as stopped:
-                in_training(
-                    trial, trial.context, 1, len, latest_checkpoint="batch-00000004"
-                )
+        with (
+            open_trial(experiment_in(config(SummedLoss), "test")) as found,
+            pytest.raises(SystemExit) as stopped,  # as where the platform asks for it
+        ):
+            in_training(found.trial, found.context, 1, len, "batch-4")
         assert stopped.value.code == 0
         assert given["checkpoint_policy"] == "none"
-        assert given["latest_checkpoint"] == "batch-00000004"
+        assert given["latest_checkpoint"] == "batch-4"
         assert given["reporting_period"].value == given["max_length"].value > 10**12
 
 
@@ -310,15 +301,6 @@ def normalised(batch):
 class TestOwnBatch:
     """A trial may do with its batch what it likes: every pass gets its own."""
 
-    @staticmethod
-    def prepares(monkeypatch, prepare):
-        plain = SmallTrial.train_batch
-
-        def train_batch(trial, batch, epoch_idx, batch_idx):
-            return plain(trial, prepare(batch), epoch_idx, batch_idx)
-
-        monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
-
     @pytest.mark.parametrize("prepare", [popped, normalised])
     def test_trial_that_changes_its_batch_has_the_same_finding_and_score(
         self, prepare, monkeypatch
@@ -327,11 +309,9 @@ class TestOwnBatch:
             slots = context.distributed
             return find_range(batches, slots), score_batches(batches, slots, 2)
 
-        self.prepares(
-            monkeypatch, lambda batch: prepare([part.clone() for part in batch])
-        )
+        prepares(monkeypatch, lambda batch: prepare([part.clone() for part in batch]))
         expected = looked_at(SummedLoss, work)
-        self.prepares(monkeypatch, prepare)
+        prepares(monkeypatch, prepare)
         assert looked_at(SummedLoss, work) == expected
 
 
