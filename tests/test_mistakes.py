@@ -664,12 +664,13 @@ def test_step_that_is_refused_is_none_for_the_doctor():
     assert len(recorder.record.of("step")) == 1
 
 
-def test_step_with_a_closure_and_a_loss_scale_is_refused():
-    loop = one_model()
+@pytest.mark.parametrize("given", [{"closure": float}, {}], ids=["name", "place"])
+def test_step_with_a_closure_and_a_loss_scale_is_refused(given):
+    loop, args = one_model(), () if given else (float,)
     with pytest.raises(
         ConfigError, match="steps with a closure, which a loss scale does not"
     ):
-        loop.amp.scaler.step(loop.optimizer, lambda: 0.0)
+        loop.amp.scaler.step(loop.optimizer, *args, **given)
 
 
 @pytest.mark.parametrize("first_use", ["wrap_optimizer", "clip_gradients"])

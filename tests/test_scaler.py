@@ -129,22 +129,6 @@ class TestStep:
         made.scaler.finish()
         assert made.scaler.get_scale() == 8
 
-    @pytest.mark.parametrize("overflows", [False, True])
-    def test_step_of_gradients_that_others_have_unscaled_takes_them_as_they_are(
-        self, *, overflows
-    ):
-        made = Stepped()
-        weight = made.optimizer.param_groups[0]["params"][0]
-        weight.grad = torch.full((1,), 0.25)
-        made.scaler.scale(torch.ones(()))
-        made.window.found_inf = torch.tensor(float(overflows)) if overflows else None
-        made.scaler.take_true_gradients(made.window)
-        made.scaler.step(made.optimizer)
-        assert weight.item() == (1 if overflows else 0.75)
-        assert made.outcomes() == {made.optimizer: overflows}
-        made.scaler.finish()
-        assert made.scaler.get_scale() == (2 if overflows else 4)
-
 
 def reach(made, stage):
     """Bring the optimizer there by what a training calls."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from determined_amp.amp import tensors
@@ -72,29 +71,6 @@ def test_tensors_are_those_of_all_containers_in_order():
     seen = tensors.tensors_of([one, {"a": (two, "b")}, UserDict(c=[three]), 5, four])
     assert list(map(id, seen)) == list(map(id, (one, two, three, four)))
     assert [*tensors.tensors_of("text")] == []
-
-
-def test_fake_tensor_is_a_stand_in_and_a_real_one_is_none():
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor(torch.ones(2))
-    assert tensors.is_fake_tensor(fake)
-    for real in (torch.ones(2), nn.Parameter(torch.ones(2)), "no tensor"):
-        assert not tensors.is_fake_tensor(real)
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "has"),
-    [
-        ((), {}, False),
-        ((None,), {}, False),
-        ((print,), {}, True),
-        ((), {"closure": print}, True),
-        ((), {"closure": None, "other": print}, False),
-    ],
-    ids=["none", "None", "by position", "by name", "another name"],
-)
-def test_closure_of_a_step_is_seen_however_it_is_passed(args, kwargs, has):
-    assert (tensors.closure_of(args, kwargs) is not None) is has
 
 
 @dataclass
