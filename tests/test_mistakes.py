@@ -625,7 +625,7 @@ def test_loop_that_is_over_keeps_nothing_and_refuses_nothing(precision):
     optimizer = loop.optimizer
     with pytest.raises(ConfigError, match="it steps an optimizer whose gradients"):
         optimizer.step()
-    loop = None  # type: ignore[assignment]
+    loop = None
     assert amp() is None  # at once: nothing waits for Python to collect it
     optimizer.step()
     del optimizer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def train(during, config, *overrides, gpus=1):
     assert length is not None
 
     def make(context):
-        trial = trial_of(experiment, context)
+        trial: Any = trial_of(experiment, context)
         trial.dtypes = set()
 
         def note_dtype(model, inputs, outputs):

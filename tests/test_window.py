@@ -2,6 +2,7 @@
 
 import gc
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -196,7 +197,8 @@ def test_each_step_of_a_wrapper_without_hooks_is_refused_until_its_loop_is_over(
     amp = AmpLoop(AmpSettings(Precision.FP32, set_backends=False), "cpu")
     amp.wrap_optimizer(wrapper)
     assert wrapper.step.__doc__ == "Its own."
-    assert amp.scaler.step(wrapper, None, twice=True) == "stepped"
+    result: Any = amp.scaler.step(wrapper, None, twice=True)
+    assert result == "stepped"
     for _ in range(2):
         with pytest.raises(ConfigError, match="it steps an optimizer"):
             wrapper.step()
