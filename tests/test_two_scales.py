@@ -43,12 +43,15 @@ RIGHT_LINES = {
     "clips at the scaled limit": "limit = 0.1 * scaler.get_scale()\n"
     "    nn.utils.clip_grad_norm_(model.parameters(), limit)",
     # torch adds 1e-6 to the norm, which changes some digits of small gradients.
-    "clips small gradients at the scaled limit": f"pass{PARAMETERS}p.grad *= 2**-14\n"
-    "    limit = 0.1 * scaler.get_scale() / 2**14\n"
+    "clips small gradients at the scaled limit": f"pass{PARAMETERS}p.grad *= 2**-8\n"
+    "    limit = 0.1 * scaler.get_scale() / 2**8\n"
     "    nn.utils.clip_grad_norm_(model.parameters(), limit)"
-    f"{PARAMETERS}p.grad *= 2**14",
+    f"{PARAMETERS}p.grad *= 2**8",
 }
 WRONG_LINES = {
+    "steps that a limit of the scaled norm slows": "norm = torch.stack([p.grad.norm() "
+    "for p in average])\n"
+    "    optimizer.param_groups[0]['lr'] = 0.01 if float(norm.sum()) > 100 else 0.1",
     "average of scaled gradients": f"pass{PARAMETERS}"
     "average[p].lerp_(p.grad.abs(), 0.1)",
     "rate by a scaled norm": "norm = torch.stack([p.grad.norm() for p in average])\n"

@@ -53,7 +53,10 @@ NOT_SAVED = (
     "torch.save was given the state of no optimizer in these steps, so no checkpoint "
     "was judged"
 )
-_NEEDS = "that needs a script that runs alone, not in place, and ends without an error"
+_NEEDS = (
+    "that needs a script that runs alone, not in place, steps an optimizer of torch, "
+    "and ends without an error"
+)
 NOT_ALONE = ScaleComparison(0, None, reason=_NEEDS)
 NOT_A_SCRIPT = ScaleComparison(0, None, reason="that needs det-amp check SCRIPT.py")
 ONE_RUN = (

@@ -41,15 +41,16 @@ from determined_amp.check.stand_in import StandIn
 
 # The loss scales of the trainings, as states of a `GradScaler`. Two are constant, and
 # two grow after each update, up to `_MOST`, beyond which squares of gradients may
-# overflow. `_HIGH` and `_FASTER` prove a difference. A scale shrinks only for batches
-# that are not finite in float32; below `_LEAST` small gradients lose digits, so a
-# training ends there.
+# overflow. The smallest is small, because a limit may cut off scaled numbers alike at
+# every larger scale, and not 1, because torch adds 1e-6 to the norm of a clip. `_HIGH`
+# and `_FASTER` prove a difference. A scale shrinks only for batches that are not finite
+# in float32; below `_LEAST` small gradients lose digits, so a training ends there.
 _NEVER = 2**31 - 1
-_FIXED = {"scale": 2.0**10, "growth_interval": _NEVER}
+_FIXED = {"scale": 2.0**4, "growth_interval": _NEVER}
 _HIGH = {"scale": 2.0**24, "growth_interval": _NEVER}
 _GROWING = {"scale": 2.0**11, "growth_interval": 1}
 _FASTER = {"scale": 2.0**11, "growth_interval": 1, "growth_factor": 4.0}
-_MOST, _LEAST = 2.0**32, 2.0**-20
+_MOST, _LEAST = 2.0**32, 2.0**-26
 
 # What is compared, and the largest relative difference that rounding explains. A small
 # loss is a difference of larger numbers, so its digits are fewer.
