@@ -1022,6 +1022,8 @@ class TestCommand:
     def config(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "planted.yaml").write_text(yaml.safe_dump(experiment()))
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "of the user").touch()
         return tmp_path / "planted.yaml"
 
     @pytest.fixture
@@ -1043,7 +1045,7 @@ class TestCommand:
         assert "twice in float32, at two loss scales" in shown.err
         assert "not compared" not in shown.out
         assert shown.err.startswith("at most ")
-        assert [path.name for path in config.parent.iterdir()] == [config.name]
+        assert {path.name for path in config.parent.iterdir()} == {"data", config.name}
 
     @pytest.mark.usefixtures("_in_this_process")
     def test_trial_without_amp_is_told_how_to_ask_for_it_and_is_examined_with_it(

@@ -218,6 +218,15 @@ def test_failed_trial_does_not_count_whatever_it_reported(end, tmp_path):
     assert "1 of 2 trials failed; trial 0: " in closing
 
 
+@pytest.mark.parametrize("state", [RunState.RUNNING, RunState.KILLED, RunState.STOPPED])
+def test_report_on_a_search_whose_trials_have_not_ended_says_so(state, tmp_path):
+    one = (17.0, RunState.COMPLETED, [0.3])
+    waits = "1 of 2 trials that began have not ended: the answer may change"
+    said = report_on(searched((16.0, state, []), one, smaller_is_better=True), tmp_path)
+    assert waits in said
+    assert "not ended" not in report_on(searched(one, smaller_is_better=True), tmp_path)
+
+
 def test_search_without_a_result_says_so(tmp_path):
     lost = searched((16.0, RunState.FAILED, []), smaller_is_better=True)
     assert report_on(lost, tmp_path).startswith("no trial reported validation_loss yet")

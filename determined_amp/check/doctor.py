@@ -227,11 +227,7 @@ def run_here(probe: Probe) -> Record:
     recorder.record.determined = True
     recorder.record.lacks_cuda = not torch.cuda.is_available()  # `context.device` asks
     try:
-        with (
-            recorder.watching(),
-            patched(util, "write_user_code", lambda *given: None),
-            _core_context(probe) as core_context,
-        ):
+        with recorder.watching(), _core_context(probe) as core_context:
             _train(probe, recorder, core_context)
     except BaseException as error:  # Determined has errors that are no `Exception`
         is_the_users = isinstance(error, (UserError, KeyboardInterrupt))
@@ -260,7 +256,10 @@ def _train(probe: Probe, recorder: Recorder, core_context: core.Context) -> None
     if probe.resumes:
         saved = next(probe.folder.glob("*/state_dict.pth"))
         batches, checkpoint = 1_000_000, saved.parent.name
-    with controlled_by(partial(ExaminedController, probe, recorder)):
+    with (
+        controlled_by(partial(ExaminedController, probe, recorder)),
+        patched(util, "write_user_code", lambda *given: None),  # in a checkpoint
+    ):
         pytorch.Trainer(trial, context).fit(
             max_length=pytorch.Batch(batches),
             reporting_period=pytorch.Batch(1),

@@ -9,6 +9,7 @@ from determined_amp.amp.settings import Precision
 from determined_amp.report.change import MIN_RATIO, RATIO_MARGIN, Judgement
 from determined_amp.report.comparison import Comparison
 from determined_amp.report.precision_runs import Pair, counted
+from determined_amp.search.search_folder import COMPARE
 
 RULE = (
     "the fastest of those that are faster than the baseline beyond chance and by "
@@ -86,7 +87,9 @@ def what_to_type(comparison: Comparison) -> str:
     seeds = max(pair.metric.pairs for pair in pairs)
     wanted = _SEEDS if seeds < _SEEDS else 2 * seeds
     command = re.sub(r" --seeds[ =]\d+", "", comparison.command)
-    return f"more seeds tell what is open: `{command} --seeds {wanted}`"
+    more = f"more seeds tell what is open: `{command} --seeds {wanted}`"
+    in_a_search = f", or {wanted} values of hyperparameters.trial_seed in a search"
+    return more + in_a_search if command == COMPARE else more
 
 
 def _fault(pair: Pair, metric: str) -> str:

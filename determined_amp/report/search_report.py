@@ -16,11 +16,14 @@ from determined_amp.report.page import (
     Written,
     write_page,
 )
-from determined_amp.runs.run import shown_setting
+from determined_amp.runs.run import RunState, shown_setting
 from determined_amp.search.search_display import best_of, failed_trials
 from determined_amp.search.search_folder import Search
 
 _CAPTION = "A dot per trial: the metric that ranks the trials, by what was searched."
+
+# The states of trials that may still get a result.
+_OPEN = (RunState.RUNNING, RunState.KILLED, RunState.STOPPED)
 
 # A picture shows at most this many hyperparameters, each in its own panel.
 _MOST_PANELS = 3
@@ -57,6 +60,10 @@ def _sentences(search: Search) -> Sentences:
         is_local = Path(search.origin).is_dir()
         platform = "" if is_local else ", although the platform may name one as best"
         yield f"{failed_trials(search)} (they do not count{platform})"
+    waiting = [run for run in search.runs if run.state in _OPEN]
+    if waiting:
+        begun = f"{len(waiting)} of {len(search.runs)} trials that began"
+        yield f"{begun} have not ended: the answer may change"
     yield from search.notes
 
 

@@ -32,6 +32,9 @@ from determined_amp.runs.run import COMPARED, SCALE, Run, RunState, curve_of
 SEARCH_FILE = "search.yaml"
 _REMARKS = "compare.json"
 
+# What the user may type for a comparison, if it is not known what was typed.
+COMPARE = "det-amp compare YAML"
+
 
 @dataclass(frozen=True)
 class Search:
@@ -45,7 +48,7 @@ class Search:
     left_out: Sequence[str] = ()
     notes: Sequence[str] = ()  # further sentences for the report
     # What the user typed for a comparison, or may type for one.
-    command: str = "det-amp compare YAML"
+    command: str = COMPARE
 
     @property
     def name(self) -> str:
