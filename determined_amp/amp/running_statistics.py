@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 logger = logging.getLogger(__name__)
 
@@ -23,28 +24,30 @@ class RunningStatistics:
     may be -inf.
 
     Args:
-        models: The models with the layers.
+        models: The models with the layers. Models and layers may come later, and a
+            loaded state may replace buffers: they are looked up by name each time.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        named = (pair for model in models for pair in model.named_buffers())
-        buffers = (
-            buffer for name, buffer in named if name.rpartition(".")[2] in _STATISTICS
-        )
-        self._buffers = list(dict.fromkeys(buffers))
-        self._good = [buffer.detach().clone() for buffer in self._buffers]
+        self._models = models
+        self._good = {
+            name: buffer.detach().clone() for name, buffer in self._buffers().items()
+        }
 
     @torch.no_grad()
     def repair(self) -> None:
         """Restore buffers that are not finite, save the others; synchronises once."""
-        if not self._buffers:
+        buffers = self._buffers()
+        if not buffers:
             return
         poisoned = (
-            torch.stack([torch.isfinite(buffer).all() for buffer in self._buffers]) == 0
+            torch.stack([torch.isfinite(each).all() for each in buffers.values()]) == 0
         )
-        for bad, buffer, good in zip(poisoned, self._buffers, self._good, strict=True):
-            good.copy_(torch.where(bad, good, buffer))
-            buffer.copy_(good)
+        for bad, (name, buffer) in zip(poisoned, buffers.items(), strict=True):
+            good = self._good.get(name, buffer)
+            if good.shape == buffer.shape:  # else it belongs to another layer
+                buffer.copy_(torch.where(bad, good.to(buffer), buffer))
+            self._good[name] = buffer.clone()
         count = int(poisoned.sum())
         if count:
             logger.warning(
@@ -52,3 +55,12 @@ class RunningStatistics:
                 "what they were at the last report or validation",
                 count,
             )
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The statistics that have a size, by the number of their model and name."""
+        return {
+            f"{number}.{name}": buffer
+            for number, model in enumerate(self._models)
+            for name, buffer in model.named_buffers()
+            if name.rpartition(".")[2] in _STATISTICS and not is_lazy(buffer)
+        }
