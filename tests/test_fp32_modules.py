@@ -358,6 +358,15 @@ class TestPatterns:
             "^steam$",
         ]
 
+    def test_pattern_for_what_an_attention_never_calls_is_refused(self):
+        """Its `out_proj` would be computed in 16 bits in silence."""
+        model = nn.Sequential(nn.MultiheadAttention(4, 1), nn.Linear(4, 4))
+        with pytest.raises(
+            IslandError, match=r"match 0\.out_proj, but .*; allowed: 0$"
+        ):
+            keep_in_float32(model, ["out_proj"], "cpu")
+        assert keep_in_float32(model, ["^0"], "cpu") == ["0", "0.out_proj"]
+
     @pytest.mark.parametrize("patterns", [[".*"], ["^$"], ["stem", "blocks", "head"]])
     def test_patterns_for_the_whole_model_are_refused(self, patterns):
         with pytest.raises(IslandError, match="leave no parameter outside"):

@@ -68,7 +68,8 @@ def keep_in_float32(
 
     Raises:
         IslandError: naming every pattern that is not a regular expression or matches no
-            module; or if every parameter is in an island.
+            module; or if every parameter is in an island, or an island would be the
+            `out_proj` of an attention.
     """
     names = _chosen(model, patterns)
     # Only where it is needed, because `torch.compiler.disable` imports the compiler.
@@ -115,6 +116,14 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             )
         else:
             islands.update(matches)
+    for name in sorted(islands):
+        attention = name.rpartition(".")[0]
+        reads = isinstance(modules.get(attention), nn.MultiheadAttention)
+        if reads and attention not in islands:
+            problems.append(
+                f"got {list(patterns)}, which match {name}, but nn.MultiheadAttention "
+                f"never calls it and reads its weights itself; allowed: {attention}"
+            )
     if islands and not _parameters_outside(model, islands):
         problems.append(
             f"got {list(patterns)}, which leave no parameter outside; "
