@@ -102,6 +102,26 @@ class TestTrainingMetrics:
         assert not any(waiting.requires_grad for waiting in losses._waiting)
         assert not losses.total().requires_grad
 
+    def test_loss_of_a_batch_without_samples_is_not_in_the_mean(self):
+        amp = AmpLoop(AmpSettings(Precision.AMP_BF16), "cpu")
+        amp.update(torch.tensor(math.nan), samples=0)
+        amp.update(torch.tensor(2.0), samples=8)
+        assert amp.report()["loss"] == 2
+
+    def test_speed_of_a_loop_leaves_out_what_follows_a_report(self, clock):
+        amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+
+        def speed(batches):
+            for _ in range(batches):
+                amp.autocast()
+                clock.now += 1.0
+                amp.update(1.0, samples=8)
+            return amp.report()["samples_per_second"]
+
+        assert speed(WARMUP_BATCHES + 2) == 8
+        clock.now += 100.0  # a validation
+        assert speed(2) == 8
+
     def test_report_is_of_its_own_batches_alone(self):
         """A step with norm 2 and a gradient of 2^10; a skipped one and two of norm 6;
         then none.
@@ -261,9 +281,9 @@ class TestTrainingMetrics:
     def test_headroom_of_zeros_or_without_a_loss_scale_is_not_reported(
         self, precision, gradient
     ):
-        """Parameters without a dense gradient have no headroom either."""
+        """Parameters without a number in their gradient have no headroom either."""
         metrics = training_metrics(precision=precision)
-        sparse = torch.ones(2, 2).to_sparse()
+        sparse = torch.zeros(2, 2).to_sparse()
         parameters = having(torch.tensor([gradient]), sparse)
         gradients_of(metrics).measure(
             [nn.Parameter(torch.ones(1)), *parameters], UNSCALED

@@ -68,6 +68,18 @@ class TestClip:
             assert parameter.grad is not None
             assert parameter.grad.tolist() == pytest.approx(values, rel=1e-6)
 
+    def test_norm_includes_the_gradients_of_a_sparse_embedding(self):
+        """Its row 1 occurs twice in the batch, with the gradients 1 and 2."""
+        window = a_window(scaled=True)
+        window.move("unscale")
+        rows, values = torch.tensor([[1, 1]]), torch.tensor([[1.0], [2.0]])
+        twice = torch.sparse_coo_tensor(rows, values, (3, 1), check_invariants=True)
+        parameters = having(twice, torch.tensor([4.0]))
+        window.clip(parameters, math.inf, lambda: torch.tensor(8.0))
+        count_step(window, skipped=False)
+        assert (window.norms, window.norm_sum.total().item()) == (1, 5)
+        assert window.largest.item() == 4 * 8
+
     @pytest.mark.parametrize(("scaled", "total"), [(True, 5.0), (False, math.inf)])
     def test_norm_that_is_not_finite_is_left_out_only_where_its_step_is_skipped(
         self, total, *, scaled

@@ -60,6 +60,8 @@ class AmpLoop(AmpCore):
 
     words = IN_A_LOOP
 
+    _has_reported = False  # and trained no batch since
+
     def __init__(
         self,
         settings: AmpSettings,
@@ -122,6 +124,9 @@ class AmpLoop(AmpCore):
     def autocast(self) -> AbstractContextManager[Any]:
         if not self._started:
             self.start()
+        if self._has_reported:
+            self._has_reported = False
+            self.metrics.restart()
         return super().autocast()
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float = math.inf) -> None:
@@ -183,6 +188,7 @@ class AmpLoop(AmpCore):
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
         metrics = self.metrics.cross_slot_reduce(everywhere)
         self.metrics.reset()
+        self._has_reported = True
         newest = None if loss_fn is None else self.rehearsal(batch, loss_fn)
         self.guard.judge(metrics, newest)
         return metrics

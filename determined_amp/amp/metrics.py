@@ -127,7 +127,8 @@ class TrainingMetrics:
 
         Args:
             loss: Mean loss of the batch, (), on the device, detached.
-            samples: Samples in the batch. None counts as one and measures no speed.
+            samples: Samples in the batch; the loss of 0 is not reported. None counts
+                as one and measures no speed.
             again: Whether this batch has been counted before, so that only the loss is
                 new.
 
@@ -139,6 +140,8 @@ class TrainingMetrics:
         if not again:
             self._count(samples)
         weight = 1 if samples is None else samples
+        if not weight:
+            loss = None  # the mean over no sample is NaN
         self._scaler.left_out.end_batch(None if again else loss)
         if loss is not None:
             self._loss_sum.add(loss, weight)
@@ -175,6 +178,12 @@ class TrainingMetrics:
         if self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
             forget_peak_memory(self._device)  # the peak of a validation
+
+    def restart(self) -> None:
+        """Leave out what came since the last report, such as a validation."""
+        if self._stopwatch.running:
+            self._stopwatch.start()
+            forget_peak_memory(self._device)
 
     def per_slot_reduce(self) -> dict[str, Any]:
         """Read all sums at once; synchronises, as does the stopwatch on a GPU."""

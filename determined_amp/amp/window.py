@@ -388,7 +388,7 @@ class Windows(dict[Optimizer, Window]):
         schedules = [window.schedule for window in every]
         return {
             "optimizers": [window.counts.state_dict() for window in every],
-            # Only a `PlateauSchedule` has a state of its own.
+            # Only a `PlateauSchedule` has a state that moves.
             "plateaus": [schedule and schedule.state_dict() for schedule in schedules],
         }
 
@@ -458,6 +458,13 @@ def fill_momentum(optimizer: Optimizer, *, can_skip: bool) -> None:
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense gradients of parameters, without empty ones, which have no maximum."""
+    """The numbers of the gradients of parameters, without empty ones, which have no
+    maximum.
+    """
     gradients = (parameter.grad for parameter in parameters)
-    return [g for g in gradients if g is not None and not g.is_sparse and g.numel()]
+    numbers = (
+        gradient.coalesce().values() if gradient.is_sparse else gradient
+        for gradient in gradients
+        if gradient is not None
+    )
+    return [each for each in numbers if each.numel()]
