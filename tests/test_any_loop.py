@@ -328,9 +328,12 @@ class TestGuard:
             made.amp.report()
         assert not ended.value.state_is_good
 
+    @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
     @pytest.mark.parametrize("calls", LEFT_OUT)
-    def test_guard_ends_a_loop_that_leaves_out_most_of_its_batches(self, calls):
-        made = one_model(init_scale=2.0**10)
+    def test_guard_ends_a_loop_that_leaves_out_most_of_its_batches(
+        self, calls, precision
+    ):
+        made = one_model(precision, init_scale=2.0**10)
         for _ in range(3):  # fewer than ten are not judged
             leave_out(made, calls)
             leave_out(made, calls)
@@ -343,7 +346,27 @@ class TestGuard:
         ) as ended:
             made.amp.report(infinite(), made.loss_fn)
         assert "Cause: input 0 of the batch is not finite" in str(ended.value)
-        assert ended.value.state_is_good
+        assert ended.value.state_is_good == (precision == "amp_fp16")
+
+    @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
+    @pytest.mark.parametrize("calls", LEFT_OUT)
+    def test_guard_lets_a_loop_leave_out_half_of_its_batches(self, calls, precision):
+        made = one_model(precision, init_scale=2.0**10)
+        for number in range(5):
+            leave_out(made, calls)
+            made.optimizer.zero_grad()
+            made.train()
+            if number % 2:
+                made.amp.report()
+
+    def test_guard_ends_a_loop_that_trains_what_is_not_finite_among_what_it_leaves_out(
+        self,
+    ):
+        made = one_model("amp_bf16")
+        leave_out(made)
+        made.train(infinite())
+        with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):
+            made.amp.report()
 
     @pytest.mark.parametrize("skips_backward", [False, True])
     def test_guard_tells_accumulated_batches_from_those_that_are_left_out(

@@ -184,10 +184,13 @@ class Guard:
         """The failures in the newest report, worst first."""
         settings = self._settings
         if not settings.scales_the_loss:
-            if is_not_finite(loss):
+            # The loss of a batch that is left out has reached no weight.
+            leaves_out = self._metrics.left_out > 0
+            if is_not_finite(loss) and not leaves_out:
                 yield f"the training loss is {loss} in {settings.precision.value}"
-            elif loss is None and is_not_finite(self._norm(math.inf)):
+            elif (loss is None or leaves_out) and is_not_finite(self._norm(math.inf)):
                 yield f"a parameter is not finite in {settings.precision.value}"
+            yield from self._failure_of_batches()
             return
         yield from self._failure_of_batches()
         for step in steps:
