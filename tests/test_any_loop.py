@@ -183,6 +183,47 @@ class TestState:
         second.amp.validated(2.0)
         assert second.optimizer.param_groups[0]["lr"] == 0.1 * RATE
 
+    @pytest.mark.parametrize("wraps_last", [False, True])
+    def test_schedule_that_begins_with_the_rate_of_a_loaded_optimizer_is_refused(
+        self, wraps_last
+    ):
+        first, made = one_model("fp32"), one_model("fp32")
+        for each in (first, made):
+            each.optimizer = torch.optim.AdamW(each.model.parameters())
+        first.amp.wrap_lr_scheduler(lr_scheduler.StepLR(first.optimizer, 1, 0.5))
+        first.train(make_batches()[0])
+        state = first.amp.state_dict()
+        made.optimizer.load_state_dict(first.optimizer.state_dict())
+
+        def wrap(kind, *args):
+            made.amp.wrap_optimizer(made.optimizer)
+            if wraps_last:
+                made.amp.load_state_dict(state)
+            made.amp.wrap_lr_scheduler(kind(made.optimizer, *args))
+            made.amp.load_state_dict(state)
+
+        with pytest.raises(ConfigError, match=r"rates \[0.0005\], .* with \[0.001\]"):
+            wrap(lr_scheduler.StepLR, 1, 0.5)
+        # One that computes every rate from the first is right at any time.
+        made.amp.windows[made.optimizer].schedule = None
+        wrap(lr_scheduler.LambdaLR, lambda step: 0.5**step)
+        made.train(make_batches()[0])
+        assert made.optimizer.param_groups[0]["lr"] == 0.001 / 4
+
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+    def test_schedule_that_is_wrapped_first_follows_a_rate_that_was_changed(self, kind):
+        states = []
+        for rate in (0.5, 0.25):
+            made = one_model("fp32")
+            made.optimizer = kind(made.model.parameters(), lr=rate)
+            made.amp.wrap_lr_scheduler(lr_scheduler.StepLR(made.optimizer, 1, 0.5))
+            for optimizer, amp in states:
+                made.optimizer.load_state_dict(optimizer)
+                made.amp.load_state_dict(amp)
+            made.train(make_batches()[0])
+            states.append((made.optimizer.state_dict(), made.amp.state_dict()))
+        assert made.optimizer.param_groups[0]["lr"] == 0.25 / 4
+
     def test_loop_that_has_moved_further_goes_back_to_a_loaded_state(self):
         case = Case(schedule=one_cycle)
         state, moved = looped(case, last=WINDOW).state(), looped(case)

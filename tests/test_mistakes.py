@@ -489,6 +489,13 @@ def schedules_twice(loop):
         loop.amp.wrap_lr_scheduler(lr_scheduler.ExponentialLR(loop.optimizer, 0.9))
 
 
+def schedules_after_a_step(loop):
+    loop.backward()
+    loop.step()
+    loop.amp.update()
+    loop.amp.wrap_lr_scheduler(lr_scheduler.LinearLR(loop.optimizer, 0.01))
+
+
 def copies_its_scaler(loop):
     copy.copy(loop.amp.scaler)
 
@@ -514,6 +521,9 @@ MISTAKES_IN_A_LOOP = {
     prepares_twice: "^the loop: prepare: got a model a second time; allowed: once",
     schedules_twice: (
         "^the loop: wrap_lr_scheduler: its optimizer has a schedule already; join"
+    ),
+    schedules_after_a_step: (
+        "^the loop: wrap_lr_scheduler: its optimizer has stepped already, .* before its"
     ),
 }
 

@@ -71,6 +71,19 @@ class OfLastRate(LRScheduler):
         return [rate * 0.99 for rate in rates]
 
 
+class OfItsOwnStep(LRScheduler):
+    """A user's own, whose `step` sets the rates itself and tells torch nothing."""
+
+    def get_lr(self):
+        return [rate * 0.99**self.last_epoch for rate in self.base_lrs]
+
+    def step(self, epoch=None):
+        self.last_epoch += 1
+        groups = self.optimizer.param_groups
+        for group, rate in zip(groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+
 def own_functions(optimizer):
     functions = [
         lambda step: 0.9**step,
@@ -105,6 +118,7 @@ SCHEDULERS = {
     "chained": (SGD, warm_and_decay),
     "late": (SGD, late),
     "of_last_rate": (SGD, OfLastRate),
+    "of_its_own_step": (SGD, OfItsOwnStep),
 }
 EVERY_SCHEDULER = pytest.mark.parametrize(
     ("kind", "make_scheduler"), SCHEDULERS.values(), ids=SCHEDULERS

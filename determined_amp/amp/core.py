@@ -175,7 +175,7 @@ class AmpCore:
 
         Raises:
             ConfigError: if it is not a torch scheduler, or its optimizer already has a
-                schedule.
+                schedule or has stepped.
         """
         if not isinstance(scheduler, LRScheduler):
             kind = type(scheduler).__name__
@@ -193,9 +193,16 @@ class AmpCore:
                 "its optimizer has a schedule already; join the two by torch's "
                 "ChainedScheduler",
             )
-        window.schedule = schedule_of(
-            scheduler, self.device, skips=self.scaler.is_enabled()
-        )
+        schedule = schedule_of(scheduler, self.device, skips=self.scaler.is_enabled())
+        counts = window.counts
+        if schedule.by_steps and counts.attempted > sum(counts.began):
+            raise self._wrong(
+                "wrap_lr_scheduler",
+                "its optimizer has stepped already, and a schedule counts all steps; "
+                "allowed: before its first step, with torch's SequentialLR for a "
+                "schedule that begins later",
+            )
+        window.schedule = schedule
         self.windows.restore_schedule(optimizer)
         return scheduler
 

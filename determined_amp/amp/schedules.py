@@ -10,7 +10,8 @@ no synchronisation
 (https://github.com/huggingface/accelerate/issues/4242 shows what happens otherwise).
 
 A resume needs no state of the scheduler. The scheduler runs again from its first step,
-with the same operations and the same bits.
+with the same operations and the same bits. Its first rates are saved, to see whether it
+begins as before.
 """
 
 from __future__ import annotations
@@ -122,14 +123,16 @@ class AppliedStepSchedule(RateSchedule):
     ) -> None:
         groups = scheduler.optimizer.param_groups
         _refuse_rates_on_a_device(groups)
-        self._last_rates = scheduler.get_last_lr
-        self._known: object = scheduler.get_last_lr()
+        self._get_last_lr = scheduler.get_last_lr
+        self._known = self._last_rates()
         super().__init__(scheduler)
         not_copied = {id(group["params"]): group["params"] for group in groups}
         # A copy, so that later changes to the optimizer's groups (`load_state_dict`,
         # new rates) do not disturb the scheduler.
         self._groups = copy.deepcopy(groups, not_copied)
         self._first = _values_of(self._groups)
+        # Then the scheduler may have begun with the rate of a later step.
+        self._is_late = _has_stepped(scheduler.optimizer)
         # By group and key, the values of all rows: rates, and what else has moved.
         self._columns: dict[tuple[int, str], list[Any]] = {
             (number, "lr"): [values["lr"]] for number, values in enumerate(self._first)
@@ -145,6 +148,27 @@ class AppliedStepSchedule(RateSchedule):
             rates = [[values["lr"]] for values in self._first]
             self._table = torch.tensor(rates, dtype=dtype, device=device)
         self._logged: set[str] = set()
+
+    def state_dict(self) -> StateDict:
+        return {"first_rates": self._first_rates()}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Check that the scheduler begins as in the training that was saved.
+
+        Raises:
+            ConfigError: if it does not because it was wrapped after the optimizer was
+                loaded. A rate that its user has changed since is no mistake.
+        """
+        saved, first = state_dict.get("first_rates"), self._first_rates()
+        if self._is_late and saved is not None and saved != first:
+            raise _refusal(
+                f"{self._name} begins with the rates {first}, and in the training that "
+                f"was saved with {saved}, because its optimizer was loaded before; "
+                "allowed: make and wrap it before optimizer.load_state_dict(...)"
+            )
+
+    def _first_rates(self) -> list[float]:
+        return [values["lr"] for values in self._first]
 
     def place_rate(self, counts: StepCounts) -> None:
         known = counts.applied_on_host if self._table is None else None
@@ -256,6 +280,15 @@ class AppliedStepSchedule(RateSchedule):
             self._logged.add(line)
             logger.warning(line)
 
+    def _last_rates(self) -> object:
+        """The list of rates of the scheduler's last step; None if its class replaces
+        torch's `step`, and makes no list.
+        """
+        try:
+            return self._get_last_lr()
+        except AttributeError:
+            return None
+
     def _refuse_other_hands(self) -> None:
         """Raise if the scheduler has a new list of rates, as after a step or a load."""
         if self._last_rates() is not self._known:
@@ -264,6 +297,16 @@ class AppliedStepSchedule(RateSchedule):
                 "which does both itself; allowed: neither scheduler.step() nor "
                 "context.wrap_lr_scheduler for this scheduler"
             )
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has a state of steps, its own or loaded ones; synchronises.
+
+    A plain SGD has none. An Adagrad has one with 0 steps at once.
+    """
+    states = [*getattr(optimizer, "state", {}).values()]
+    steps = [state.get("step", "momentum_buffer" in state) for state in states]
+    return any(float(step) > 0 for step in steps)
 
 
 def _values_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -318,7 +361,8 @@ class PlateauSchedule(RateSchedule):
         return {key: getattr(self._scheduler, key) for key in _PLATEAU_STATE}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        for key in _PLATEAU_STATE:
+        # Another scheduler may have been saved.
+        for key in state_dict.keys() & set(_PLATEAU_STATE):
             setattr(self._scheduler, key, state_dict[key])
 
 
