@@ -183,6 +183,22 @@ class TestState:
         second.amp.validated(2.0)
         assert second.optimizer.param_groups[0]["lr"] == 0.1 * RATE
 
+    def test_counts_are_those_of_the_state_before_the_optimizer_is_known(self):
+        first, second, third = (one_model(init_scale=2.0**10) for _ in range(3))
+        for batch in (*make_batches()[:2], infinite()):
+            first.train(batch)
+        state = first.amp.state_dict()
+        assert state["optimizers"][0]["applied"] == 2
+        second.amp.load_state_dict(state)
+        amp = second.amp
+        assert (int(amp.applied_steps), amp.attempted_steps) == (2, 3)
+        assert not amp.last_step_applied
+        assert amp.state_dict() == state
+        third.amp.load_state_dict(amp.state_dict())
+        third.train(make_batches()[0])
+        assert third.amp.report()["watch_applied_steps"] == 3
+        assert len(third.amp.state_dict()["optimizers"]) == 1
+
     @pytest.mark.parametrize("wraps_last", [False, True])
     def test_schedule_that_begins_with_the_rate_of_a_loaded_optimizer_is_refused(
         self, wraps_last

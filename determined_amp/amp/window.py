@@ -386,15 +386,19 @@ class Windows(dict[Optimizer, Window]):
         """Counts and schedules as plain numbers; synchronises."""
         every = self.all()
         schedules = [window.schedule for window in every]
-        return {
-            "optimizers": [window.counts.state_dict() for window in every],
-            # Only a `PlateauSchedule` has a state that moves.
-            "plateaus": [schedule and schedule.state_dict() for schedule in schedules],
-        }
+        counts = [window.counts.state_dict() for window in every]
+        # Only a `PlateauSchedule` has a state that moves.
+        plateaus = [schedule and schedule.state_dict() for schedule in schedules]
+        state: StateDict = {"optimizers": counts, "plateaus": plateaus}
+        for part, of_each in state.items():  # a loaded optimizer may not be known yet
+            of_each.extend(self._saved.get(part, ())[len(every) :])
+        return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from a saved state, also for optimizers that come later."""
         self._saved = state_dict
+        for counts in state_dict.get("optimizers", ())[:1]:
+            self.first_counts.load_state_dict(counts)
         for optimizer in self.optimizers:
             self._restore(optimizer)
             self.restore_schedule(optimizer)
