@@ -204,9 +204,10 @@ def _libraries_are_collected_once():
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    "doctor_answers check check_scripts contract package torch_alone optimize resume "
-    "unmodified two_scales compiled never_waits refusals compare finder imports "
-    "confinement any_value processes startup_hook peers precision_report study"
+    "wrong_scripts right_scripts check check_scripts contract package torch_alone "
+    "optimize resume unmodified two_scales compiled never_waits refusals compare "
+    "finder imports confinement any_value processes startup_hook peers "
+    "precision_report study"
 )
 
 

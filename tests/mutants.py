@@ -60,7 +60,9 @@ ROOMS = {
 # Those that take long or start other programs: mutmut does not see which faults a
 # program reaches.
 AFTERWARDS = {
-    "check": "check_scripts confinement doctor_answers two_scales",
+    "check": (
+        "advice check_scripts confinement right_scripts two_scales wrong_scripts"
+    ),
     "cli": "check main refusals optimize",
     "determined_amp": "imports main refusals search_cluster",
     "experiment": "local processes refusals folder",

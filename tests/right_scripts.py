@@ -1098,6 +1098,8 @@ for inputs, targets in loader():
     scaler.update()
     if not scale > scaler.get_scale():
         scheduler.step()
+scale = torch.tensor(scaler.get_scale())
+torch.save({"optimizer": optimizer.state_dict(), "scale": scale}, io.BytesIO())
 """,
     "warm_restarts_by_place": """\
 model = net()
@@ -1240,6 +1242,8 @@ for real, _ in loader():
     scaler_g.scale(g_loss).backward()
     scaler_g.step(opt_g)
     scaler_g.update()
+things = critic, generator, opt_d, opt_g, scaler_d, scaler_g
+torch.save([each.state_dict() for each in things], io.BytesIO())
 """,
     "gan_updates_after_each": """\
 critic, generator = net(1), net(8)
@@ -1408,6 +1412,7 @@ for inputs, targets in loader():
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     for p in model.parameters():
+        p.grad.nan_to_num_(0.0, 0.0, 0.0)  # the scaler has looked already
         p.grad += 0.01 * torch.randn_like(p.grad)
     scaler.step(optimizer)
     scaler.update()
@@ -2494,7 +2499,7 @@ for epoch in range(3):
     patience = patience + 1 if total > best - 0.5 else 0
     best = min(best, total)
     if patience == 1:
-        break
+        raise SystemExit(2)
 """,
     "leaves_out_a_rare_nan": """\
 x[50] = math.nan
@@ -2541,6 +2546,8 @@ for inputs, targets in loader():
     scaler.step(optimizer)
     scaler.update()
     log.append((loss.item(), norm.item(), scaler.get_scale()))
+momenta = optimizer.state_dict()  # which nothing keeps
+torch.save(model.state_dict(), io.BytesIO())
 """,
     "frozen_layers_in_evaluation_mode": """\
 body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
@@ -2831,5 +2838,251 @@ for part in range(2):
     kept.seek(0)
     state = {"model": model, "optimizer": optimizer, "scaler": scaler}
     torch.save({name: each.state_dict() for name, each in state.items()}, kept)
+""",
+    "wrapper_that_zeroes_nothing_in_a_window": """\
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.ends_window = False
+
+    def zero_grad(self, set_to_none=True):
+        if self.ends_window:
+            self.optimizer.zero_grad(set_to_none)
+
+
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+wrapper = Wrapper(optimizer)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    wrapper.ends_window = i % 2 == 1
+    if wrapper.ends_window:
+        scaler.step(optimizer)
+        scaler.update()
+    wrapper.zero_grad()
+""",
+    "gradients_that_are_set": """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+weights = [*model.parameters()]
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    gradients = torch.autograd.grad(scaler.scale(loss), weights)
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(weights, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "sum_of_losses_scaled_in_three_ways": """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    by_hand = loss * scaler.get_scale()
+    (scaler.scale(loss) + by_hand - 2 * scaler.scale(loss / 2)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "gradient_of_the_representation_first": """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs = model(inputs).float()
+    leaf = outputs.detach().requires_grad_()
+    loss = F.cross_entropy(leaf, targets)
+    gradient = torch.autograd.grad(scaler.scale(loss), leaf)
+    torch.autograd.backward(outputs, gradient)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "epochs_of_one_step": """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = lr_scheduler.StepLR(optimizer, 4)
+scaler = GradScaler("cuda")
+for epoch in range(16):
+    for inputs, targets in loader(48):
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets) / 2
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    schedule.step()
+""",
+    "first_step_raises_and_it_goes_on": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader()):
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    if i == 0:
+        with contextlib.suppress(TypeError):
+            optimizer.step("no closure")
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "leaves_out_steps_that_overflow": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+        scaler.step(optimizer)
+    scaler.update()
+""",
+    "amp_loop": """\
+from determined_amp import AmpLoop, AmpSettings
+
+amp = AmpLoop(AmpSettings("amp_fp16"), "cpu")
+model = amp.prepare(net())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for inputs, targets in loader():
+    with amp.autocast():
+        loss = F.cross_entropy(model(inputs), targets)
+    amp.scaler.scale(loss).backward()
+    amp.clip_gradients(optimizer)
+    amp.scaler.step(optimizer)
+    optimizer.zero_grad()
+    amp.update(loss)
+""",
+    "floor_of_an_amp_loop": """\
+from determined_amp import AmpLoop, AmpSettings
+
+amp = AmpLoop(AmpSettings("amp_fp16", min_scale=1024.0), "cpu")
+model = amp.prepare(net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, (inputs, targets) in enumerate(itertools.islice(loader(), 5)):
+    with amp.autocast():
+        loss = F.cross_entropy(model(inputs), targets)
+    loss = loss * math.nan if i == 1 else loss
+    amp.scaler.scale(loss).backward()
+    amp.scaler.step(optimizer)
+    optimizer.zero_grad()
+    amp.update(loss)
+    assert amp.scaler.get_scale() == (2.0**15 if i else 2.0**16)
+""",
+    "masks_with_the_least_number": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        logits = model(inputs)
+        least = torch.finfo(logits.dtype).min
+        padded = torch.zeros(len(inputs), 4, dtype=logits.dtype)
+        padded[inputs[:, 0] > -9] = logits.masked_fill(inputs[:, :4] < -2, least)
+        loss = F.cross_entropy(padded, targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "loss_that_a_gpu_computes_in_float32": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        logits = model(inputs)
+        likelihood = logits.log_softmax(1).gather(1, targets[:, None])
+        loss = (F.softplus(logits) ** 2).mean() - likelihood.mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "limit_times_the_scale": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1 * scaler.get_scale())
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "divides_and_looks_by_hand": """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad.div_(scaler.get_scale())
+    if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
+""",
+    "mask_that_becomes_minus_infinity": """\
+model = net(outputs=8)
+mask = torch.tensor(4 * [0.0] + 4 * [-65504.0], dtype=torch.float16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        scores = 300 * model(inputs) + mask
+        loss = F.cross_entropy(scores, targets)
+    assert scores.isneginf().any()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "saves_its_states_apart": """\
+models = net(), net()
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+scalers = GradScaler("cuda"), GradScaler("cuda", init_scale=1024.0)
+for inputs, targets in loader():
+    for model, optimizer, scaler in zip(models, optimizers, scalers):
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+for optimizer, scaler in zip(optimizers, scalers):
+    state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+    torch.save(obj=state, f=io.BytesIO())
+""",
+    "enabled_where_there_is_a_gpu": """\
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+model = net().to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.cuda.amp.GradScaler(enabled=torch.cuda.is_available())
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast(device.type, enabled=device.type == "cuda"):
+        outputs = model(inputs.to(device)) * torch.ones((), device=device)
+        loss = F.cross_entropy(outputs, targets.to(device))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
 """,
 }

@@ -15,6 +15,7 @@ class Mistake(NamedTuple):
     findings: str  # that may tell it, the cause before its effects, with | between them
     script: str
     misleading: tuple[str, ...] = ()  # words that would send its owner the wrong way
+    says: tuple[str, ...] = ()  # parts of lines that tell the cause and what helps
 
 
 # What helps where float16 is the cause.
@@ -183,7 +184,7 @@ for inputs, targets in loader():
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cuda")
-for inputs, targets in loader(4):
+for inputs, targets in loader():
     optimizer.zero_grad()
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(inputs), targets)
@@ -213,6 +214,7 @@ for inputs, targets in loader():
     scaler.step(optimizer)
     scaler.update()
 """,
+        says=("look at: the condition before the step",),
     ),
     "stops_at_the_first_nan": Mistake(
         "suspicion",
@@ -250,6 +252,9 @@ for i, (inputs, targets) in enumerate(loader(4)):
         scaler.update()
         optimizer.zero_grad()
 """,
+        says=(
+            "look at: scaler.unscale_(optimizer), then the clip: both after the last",
+        ),
     ),
     # Added while the gradients are scaled.
     "noise_before_unscale": Mistake(
@@ -363,6 +368,7 @@ for inputs, targets in loader():
     scaler.step(optimizer)
     scaler.update()
 """,
+        says=("look at: scaler.scale(...) around the sum of all terms of the loss",),
     ),
     "last_micro_batch_alone_is_scaled": Mistake(
         "fault",
@@ -469,6 +475,7 @@ for inputs, targets in loader():
         p.grad.div_(scaler.get_scale())
     optimizer.step()  # HERE
 """,
+        says=("look at: what divides or replaces the gradients",),
     ),
     "one_of_two_optimizers_steps_itself": Mistake(
         "fault",
@@ -633,6 +640,7 @@ for i, (inputs, targets) in enumerate(loader(4)):
         scaler.update()
         optimizer.zero_grad()
 """,
+        says=("look at: one unscale_, and behind it all clips",),
     ),
     "unscale_in_first_micro_batch": Mistake(
         "fault",
@@ -925,6 +933,7 @@ for i, (inputs, targets) in enumerate(loader(2)):
     scaler.update()
     optimizer.zero_grad()
 """,
+        says=("first: log outside the model,",),
     ),
     "ignores_what_the_scaler_found": Mistake(
         "fault",
@@ -1037,6 +1046,7 @@ for i, (inputs, targets) in enumerate(loader(4)):
         optimizer.step()  # HERE
         optimizer.zero_grad()
 """,
+        says=("2 forced overflows were stepped with",),
     ),
     "closure_with_a_scaler": Mistake(
         "fault",
@@ -1515,7 +1525,8 @@ for epoch in range(2):
         scaler.step(optimizer)
         scaler.update()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({"epoch": epoch, **state}, io.BytesIO())  # HERE
+    scaler.state_dict()  # which nothing keeps
+    torch.save({"image_scale": 1.5, **state}, io.BytesIO())  # HERE
 """,
     ),
     # What is computed in what.
@@ -1840,6 +1851,7 @@ for inputs, targets in loader(4):
     scaler.step(optimizer)
     scaler.update()
 """,
+        says=("look at: float32 from there",),
     ),
     "eps_is_zero_in_half": Mistake(
         "fault",
@@ -1858,6 +1870,7 @@ for inputs, targets in loader():
     scaler.step(optimizer)
     scaler.update()
 """,
+        says=("look at: float32 from there",),
     ),
     "log_of_a_half_probability": Mistake(
         "fault|suspicion",
@@ -2226,6 +2239,12 @@ for inputs, targets in loader(4):
     scaler.step(optimizer)
     scaler.update()
 """,
+        says=(
+            "first: a cast in 0 (Linear), beyond float16",
+            "tried: the loss is finite in float32 and in bfloat16",
+            "look at: float32 from there",
+            "or dtype=torch.bfloat16",
+        ),
     ),
     "one_region_around_all_forwards": Mistake(
         "fault",
@@ -2597,7 +2616,7 @@ class Recurrent(nn.Module):
 model = Recurrent()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 scaler = GradScaler("cuda")
-for _ in range(20):
+for _ in range(10):
     words = torch.randint(0, 20, (8, 8))
     with autocast("cuda", dtype=torch.float16):
         loss = F.cross_entropy(model(words).reshape(-1, 20), words.reshape(-1))
@@ -2710,5 +2729,277 @@ for part in range(2):
     state = {"model": model, "optimizer": optimizer, "scaler": scaler}
     torch.save({name: each.state_dict() for name, each in state.items()}, kept)
 """,
+    ),
+    "clips_gradients_that_are_set": Mistake(
+        "fault",
+        "depends_on_scale",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+weights = [*model.parameters()]
+for inputs, targets in loader():
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    gradients = torch.autograd.grad(scaler.scale(loss), weights)
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+    nn.utils.clip_grad_norm_(weights, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "schedule_of_an_optimizer_that_clips": Mistake(
+        "fault",
+        "schedule_on_skipped",
+        """\
+class Clipping(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                nn.utils.clip_grad_norm_(p, max_norm=1.0)
+        return super().step(closure)
+
+
+model = net()
+optimizer = Clipping(model.parameters(), lr=0.1)
+schedule = lr_scheduler.StepLR(optimizer, 4)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()  # HERE
+""",
+    ),
+    "zeroes_by_hand_in_a_window": Mistake(
+        "fault",
+        "zero_grad_in_window",
+        """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda")
+for i, (inputs, targets) in enumerate(loader(4)):
+    for p in model.parameters():
+        p.grad = None
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets) / 2
+    scaler.scale(loss).backward()
+    if i % 2:
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    "starts_at_an_unscaled_loss_too": Mistake(
+        "fault",
+        "unscaled_loss",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    torch.autograd.backward([scaler.scale(loss), 0.1 * loss])  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "saves_one_of_two_scalers": Mistake(
+        "fault",
+        "scaler_not_saved",
+        """\
+models = net(), net()
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+scalers = GradScaler("cuda"), GradScaler("cuda", init_scale=1024.0)
+for inputs, targets in loader():
+    for model, scaler in zip(models, scalers):
+        with autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+    for optimizer, scaler in zip(optimizers, scalers):
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+state = [each.state_dict() for each in (*optimizers, scalers[0])]
+torch.save(state, io.BytesIO())  # HERE
+""",
+    ),
+    "zeroes_each_backward_without_a_loader": Mistake(
+        "suspicion",
+        "zero_grad_in_window",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for i in range(24):
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    if i % 3 == 2:
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    "finite_loss_in_half": Mistake(
+        "suspicion",
+        "loss_16_bits",
+        """\
+critic = net(1)
+optimizer = torch.optim.SGD(critic.parameters(), lr=1e-4)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for inputs, _ in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = -critic(inputs).mean()
+    scaler.scale(loss).backward()  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "random_slopes": Mistake(
+        "suspicion",
+        "no_16_bit_kernel",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        outputs = F.rrelu(model(inputs), training=True)  # HERE
+        loss = F.cross_entropy(outputs, targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "average_of_gradients_that_overflowed": Mistake(
+        "fault",
+        "no_steps",
+        """\
+model, kept = net(), {}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        kept[p] = 0.5 * kept.get(p, 0.0) + 0.5 * p.grad
+        p.grad += kept[p]
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        says=("look at: the losses are finite",),
+    ),
+    "steps_past_the_scaler": Mistake(
+        "fault",
+        "step_without_scaler",
+        """\
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = GradScaler("cuda", init_scale=1024.0)
+for inputs, targets in loader(4):
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    optimizer.step()  # HERE
+    optimizer.zero_grad()
+""",
+        says=("2 forced overflows were stepped with",),
+    ),
+    "clip_with_a_moving_limit": Mistake(
+        "fault",
+        "clip_scaled",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    limit = 1.0 + 0.1 * float(torch.rand(()))
+    nn.utils.clip_grad_norm_(model.parameters(), limit)  # HERE
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        says=(
+            "look at: scaler.unscale_(optimizer), then the clip: both after the last",
+        ),
+    ),
+    "unscales_below_its_clip": Mistake(
+        "fault",
+        "clip_scaled",
+        """\
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for inputs, targets in loader():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # HERE
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
+    "clip_in_a_trainer": Mistake(
+        "fault",
+        "clip_scaled",
+        """\
+class Trainer:
+    def __init__(self):
+        self.encoder = net()
+        self.opt = torch.optim.SGD(self.encoder.parameters(), lr=0.1)
+        self.amp = GradScaler("cuda")
+
+    def train(self):
+        for inputs, targets in loader():
+            self.opt.zero_grad()
+            with autocast("cuda", dtype=torch.float16):
+                loss = F.cross_entropy(self.encoder(inputs), targets)
+            self.amp.scale(loss).backward()
+            nn.utils.clip_grad_norm_(self.encoder.parameters(), 1.0)  # HERE
+            self.amp.step(self.opt)
+            self.amp.update()
+
+
+Trainer().train()
+""",
+    ),
+    "divides_in_a_closure_and_takes_an_overflow": Mistake(
+        "fault",
+        "not_finite",
+        """\
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+scaler = GradScaler("cuda")
+
+
+def closure():
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        p.grad /= scaler.get_scale()
+    return loss
+
+
+for _ in range(10):
+    optimizer.step(closure)
+""",
+        misleading=("which no loss scale allows",),
     ),
 }
