@@ -47,5 +47,5 @@ def findings_of(script, file, *, compares=False):
 def findings_of_mistake(name):
     """What is said of one of the scripts with a mistake."""
     mistake = WRONG[name]
-    compares = "depends_on_scale" in mistake.findings
+    compares = mistake.findings.startswith("depends_on_scale")
     return findings_of(mistake.script, f"{name}.py", compares=compares)

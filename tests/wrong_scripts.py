@@ -1386,7 +1386,7 @@ for inputs, targets in loader():
     ),
     "assigns_unscaled_gradients": Mistake(
         "fault",
-        "unscaled_loss|depends_on_scale",
+        "depends_on_scale|unscaled_loss",
         """\
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
