@@ -13,7 +13,6 @@ from determined_amp.report.answer import answer_of
 from determined_amp.report.change import Judgement, change_of
 from determined_amp.report.comparison import compare_runs
 from determined_amp.report.precision_report import precision_sentences, precision_table
-from determined_amp.report.precision_runs import speed_of
 from determined_amp.runs.run import SEED, Report
 from determined_amp.search.search_folder import Search
 from tests.precisions import CPU, GPU, LOST, comparison_of, run, seeds
@@ -168,10 +167,8 @@ def test_report_on_runs_without_a_batch_size_says_that_it_is_unknown(size):
 
 
 def test_margin_of_the_user_decides_the_verdict():
-    runs = (*BASE, *seeds("amp_fp16", DOUBTFUL))
-    changes = [compared(*runs, margin=margin).metric for margin in (None, 0.1)]
-    verdicts = [change.judgement for change in changes]
-    assert verdicts == [Judgement.UNKNOWN, Judgement.EQUAL]
+    pair = compared(*BASE, *seeds("amp_fp16", DOUBTFUL), margin=0.1)
+    assert pair.metric.judgement is Judgement.EQUAL
 
 
 @pytest.mark.parametrize(
@@ -222,37 +219,29 @@ def test_ratio_is_over_pairs_of_runs(fp32, fp16, ratio):
     assert (pair.times_as_fast, pair.speed.pairs) == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize("device", [GPU, CPU])
-def test_one_seed_tells_nothing_and_the_report_says_what_to_type(device):
-    amp = run("amp_bf16", accuracy=0.5, speed=9000.0, memory=9.0, device=device)
-    found = comparison_of(run("fp32", device=device), amp)
+def test_one_seed_tells_nothing_and_the_report_says_what_to_type():
+    found = comparison_of(FP32, run("amp_bf16", accuracy=0.5, speed=9000.0, memory=9.0))
     (pair,) = found.pairs
-    changes = [change for change in (pair.speed, pair.memory, pair.metric) if change]
-    assert len(changes) == (3 if device == GPU else 2)
-    assert {change.judgement for change in changes} == {Judgement.UNKNOWN}
-    answer = answer_of(found)
-    assert answer.text.startswith("cannot tell yet: whether amp_bf16 is faster, at 9.")
+    for change in (pair.speed, pair.memory, pair.metric):
+        assert change is not None
+        assert change.judgement is Judgement.UNKNOWN
     said = text_of(found)
+    assert said.startswith("cannot tell yet: whether amp_bf16 is faster, at 9.")
     assert said.count("cannot tell yet") == 1
     typed = (
         "more seeds tell what is open: `det-amp compare YAML --seeds 5`, or 5 values"
     )
     assert said.count(typed) == 1
     for word in ("not faster", "slower", "worse", "equal", "better"):
-        assert word not in text_of(found).replace("of equal seed", "")
+        assert word not in said.replace("of equal seed", "")
 
 
-def test_numbers_of_several_runs_are_their_medians():
-    """One machine was busy, and one run waited for its data."""
-    numbers = zip((2000.0, 2200.0, 9000.0), (0.0, 0.1, 0.9), strict=True)
+def test_share_of_waiting_is_the_median_of_the_runs():
     amp = [
-        run("amp_fp16", seed, speed=[speed], trained={"watch_data_wait_share": wait})
-        for seed, (speed, wait) in enumerate(numbers, 1)
+        run("amp_fp16", seed, speed=[1.0], trained={"watch_data_wait_share": share})
+        for seed, share in ((1, 0.0), (2, 0.1), (3, 0.9))
     ]
     _, same = comparison_of(*BASE, *amp).precisions
-    speed = same.spread(speed_of)
-    assert speed is not None
-    assert speed.median == 2200.0
     assert same.data_wait_share == pytest.approx(0.1)
 
 
@@ -327,11 +316,6 @@ def test_memory_is_judged_on_a_gpu_alone(device, *, is_judged):
                 "all finished runs are in fp32, and one in another precision is"
                 " missing: ask again when there is one, or type `det-amp compare YAML`"
             ),
-        ),
-        (
-            [run("amp_bf16", speed=2000.0)],
-            None,
-            "whether amp_bf16 is faster, at 2.00x (no interval yet)",
         ),
         (
             [run("amp_bf16", speed=0.0)],
@@ -545,12 +529,3 @@ def test_table_shows_the_last_loss_scales_of_float16_alone():
     plain = [run("fp32", seed, trained={"loss_scale_log2": 0}) for seed in (1, 2)]
     rows = precision_table(comparison_of(*plain, *ends))
     assert [dict(row)["loss scale"] for row in rows] == ["none", "2^15 to 2^16"]
-
-
-def test_table_has_a_row_for_a_precision_whose_runs_all_failed():
-    lost = (run("amp_fp16", seed, last_batch=60, end=LOST) for seed in (1, 2, 3))
-    rows = [dict(row) for row in precision_table(comparison_of(*BASE, *lost))]
-    assert [(row["precision"], row["runs"], row["audit"]) for row in rows] == [
-        ("fp32", "3", "100.0%"),
-        ("amp_fp16", "0, 3 failed", None),
-    ]

@@ -58,10 +58,6 @@ def test_real_runs_are_compared_by_the_numbers_that_they_reported(
     assert row["applied steps"]["median"] == later[-1]["watch_applied_steps"]
 
 
-def test_real_run_has_the_settings_of_the_runs_written_by_hand(trained):
-    assert flat(RESOLVED).keys() <= read_run(trained / "amp").settings.keys()
-
-
 def test_report_on_fp32_alone_is_an_answer_beside_the_first_source(tmp_path, capsys):
     folders = [
         write_run(tmp_path / f"{p}-{s}", p, s, device=CPU)
@@ -82,7 +78,9 @@ def test_json_of_failed_runs_has_no_nan(tmp_path):
     failed = write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan"))
     assert door.run(["report", str(base), str(failed)]) == 0
     text = (base / "precision.json").read_text()
-    assert json.loads(text)["table"][1]["runs"] == "0, 1 failed"
+    fp32, amp_bf16 = json.loads(text)["table"]
+    assert (fp32["runs"], fp32["audit"]) == ("1", "100.0%")
+    assert (amp_bf16["runs"], amp_bf16["audit"]) == ("0, 1 failed", None)
     assert "NaN" not in text
 
 
@@ -259,9 +257,9 @@ def test_long_settings_of_a_trial_are_noted_and_read_whole(master):
 
 
 def test_settings_of_a_run_folder_have_the_names_of_those_on_a_master(master, trained):
-    """Otherwise runs of both could not be compared."""
-    folder = read_run(trained / "fp32")
-    assert read_experiment(7).runs[0].settings.keys() == folder.settings.keys()
+    """Otherwise runs of both could not be compared. Runs made by hand have some."""
+    names = read_run(trained / "fp32").settings.keys()
+    assert read_experiment(7).runs[0].settings.keys() == names >= flat(RESOLVED).keys()
 
 
 def test_report_on_an_experiment_of_a_master_is_written_into_runs(
