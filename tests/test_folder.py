@@ -233,11 +233,17 @@ def test_full_disk_during_a_checkpoint_leaves_the_one_before(tmp_path, refusal):
         # `--run-folder .` beside an experiment of the name that a run has, too.
         ("config.yaml", ".", "holds config.yaml; allowed: "),
         ("metrics.jsonl", ".", "holds metrics.jsonl; allowed: "),
+        (
+            "checkpoints/batch-00000012/metadata.json",
+            ".",
+            "holds batch-00000012; allowed: a new folder",
+        ),
     ],
 )
 def test_folder_that_no_run_can_use_is_a_sentence(
     there, folder, words, tmp_path, refusal
 ):
+    (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / there).write_text("mine")
     arguments = training.arguments("mlp/bf16.yaml")
     assert words in refusal("train", *arguments, "--run-folder", str(tmp_path / folder))
