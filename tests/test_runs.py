@@ -5,12 +5,9 @@ import math
 import pytest
 
 from determined_amp.amp.errors import UserError
+from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.machine import Machine
-from determined_amp.runs.folder import (
-    RunFolder,
-    read_run,
-    trial_folder,
-)
+from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import (
     Part,
     Report,
@@ -18,7 +15,6 @@ from determined_amp.runs.run import (
     RunState,
     Spread,
 )
-from determined_amp.search.search_folder import read_search
 from tests import training
 from tests.precisions import GPU, made_on, run, write_run
 
@@ -76,23 +72,12 @@ def test_steps_of_several_optimizers_are_added_up():
 
 class TestReports:
     def test_speed_is_the_median_without_the_first_report_of_a_process(self):
-        reports = []
-        for batches, (speed, share) in enumerate(
-            [
-                (1.0, 1.0),
-                (0.5, None),
-                (300.0, None),
-                (7.0, 0.5),
-                (200.0, None),
-                *((odd, None) for odd in (None, 0.0, math.inf, math.nan, -1.0)),
-            ]
-        ):
-            metrics = {"samples_per_second": speed, "watch_audit_share": share}
-            known = {
-                name: value for name, value in metrics.items() if value is not None
-            }
-            reports.append(Report(batches, known))
-        made = Run("a", RunState.COMPLETED, trained=reports)
+        speeds = (1.0, 0.5, 300.0, 7.0, 200.0, 0.0, math.inf, math.nan, -1.0)
+        reports = [{"samples_per_second": speed} for speed in speeds]
+        reports[0]["watch_audit_share"] = 1.0
+        reports[3]["watch_audit_share"] = 0.5
+        trained = [*(Report(2, metrics) for metrics in reports), Report(4, {})]
+        made = Run("a", RunState.COMPLETED, trained=trained)
         assert made.speed == Spread(200.0, 0.5, 300.0)
         assert made.audit_share == 0.5
 
@@ -124,21 +109,6 @@ class TestChanged:
     def test_changed_number_of_slots_is_named(self):
         changed = "slots changed from 1 to 2 at the resume after 20 batches"
         assert resumed({}, slots=2).changes == [changed]
-
-
-def test_trials_of_a_search_are_run_folders(tmp_path):
-    for number, end in enumerate((RunState.COMPLETED, RunState.PRUNED)):
-        folder = RunFolder(trial_folder(tmp_path, number))
-        folder.describe_trial(number, {"amp.init_scale": 2.0**number})
-        line = {"group": "validation", "loss_scale_score": 0.5, "batches": 4}
-        folder.append_metrics(line)
-        folder.end(end, "too slow")
-    (tmp_path / "search.yaml").write_text("searcher: {}\n")
-    first, second = read_search(tmp_path).runs
-    assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
-    assert (second.number, second.state) == (1, RunState.PRUNED)
-    assert second.reason == "4 batches: too slow"
-    assert first.metrics == {"loss_scale_score": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -195,25 +165,24 @@ def test_end_of_a_run_is_judged_by_its_record_and_its_reports(options, state, re
     assert (ended.state, ended.reason) == (state, reason)
 
 
-def test_length_in_epochs_is_counted_in_epochs(tmp_path):
-    length = {"hyperparameters.training.max_length": {"batches": None, "epochs": 5}}
-    folder = write_run(tmp_path / "a", "fp32", 1, settings=length)
-    assert read_run(folder).state is RunState.KILLED
-    lines = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(lines.replace("{", '{"epochs": 5, '))
-    assert read_run(folder).state is RunState.COMPLETED
-
-
-def test_number_of_a_million_batches_has_all_of_its_digits():
-    report = {"group": "training", "batches": 1_234_567, "epochs": 2.5}
-    length = "hyperparameters.training.max_length"
-    for unit, most, said in (
-        ("batches", 4_000_000, "1234567 of 4000000 batches"),
-        ("epochs", 4, "2.5 of 4 epochs"),
-    ):
-        part = Part(settings={f"{length}.{unit}": most})
-        killed = Run("a", RunState.KILLED, parts=(part,))
-        assert killed.reported([report]).reason == f"{said}: its process is gone"
+@pytest.mark.parametrize(
+    ("unit", "most", "state", "said"),
+    [
+        ("batches", 4_000_000, RunState.KILLED, "1234567 of 4000000 batches: its pro"),
+        ("epochs", 4, RunState.KILLED, "2.5 of 4 epochs: its process is gone"),
+        ("epochs", 2.5, RunState.COMPLETED, ""),
+    ],
+)
+def test_run_is_as_far_as_its_reports_in_the_unit_of_its_length(
+    unit, most, state, said
+):
+    lengths = {"batches": None, "epochs": None, unit: most}
+    settings = flat({"hyperparameters": {"training": {"max_length": lengths}}})
+    report = {"group": "validation", "batches": 1_234_567, "epochs": 2.5}
+    killed = Run("a", RunState.KILLED, parts=(Part(settings=settings),))
+    found = killed.reported([report])
+    assert found.state is state
+    assert found.reason.startswith(said)
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])

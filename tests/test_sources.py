@@ -81,10 +81,9 @@ def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys():
     }
 
 
-@pytest.mark.parametrize("record", ["{]", "{}"])
-def test_trial_with_a_damaged_record_is_named(tmp_path, record):
+def test_trial_with_a_damaged_record_is_named(tmp_path):
     write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (4, 16, 24)])
-    (tmp_path / "trials" / "0001" / "run.json").write_text(record)
+    (tmp_path / "trials" / "0001" / "run.json").write_text("{}")
     with pytest.raises(UserError, match="trials/0001: is not a run folder that this"):
         read_search(tmp_path)
 
