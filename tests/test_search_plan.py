@@ -9,8 +9,6 @@ import json
 import pytest
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Values
-from determined_amp.experiment.dotted import flat, put
 from determined_amp.experiment.entrypoint import Task, with_trial
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides
@@ -98,41 +96,32 @@ def test_mistake_in_the_searcher_names_its_key(changes, key):
 
 
 def test_missing_length_is_named_once_with_its_key():
-    rate = {"type": "double", "minval": 0.1, "maxval": 0.2}
-    hparams = {"trial": "tests.strangers:Stranger", "lr": rate}
-    entrypoint = "python3 -m determined_amp train"
-    search = {"entrypoint": entrypoint, "hyperparameters": hparams}
     with pytest.raises(ConfigError) as caught:
-        SearchPlan({**search, "searcher": ASHA})
+        SearchPlan({**STRANGE, "searcher": ASHA})
     assert [p.key for p in caught.value.problems] == ["searcher.max_length"]
 
 
+RANGE = {"type": "double"}
+
+
 @pytest.mark.parametrize(
-    ("command", "ranges", "searched", "compares"),
+    ("searcher", "ranges", "searched", "compares"),
     [
-        ("find", {"learning_rate": True}, ["learning_rate"], False),
-        ("train", {}, [], False),
+        ("single", {}, [], False),
+        ("grid", {"learning_rate": RANGE}, ["learning_rate"], False),
         # of weights
-        ("train", {"decoder": {"init_scale": True}}, ["decoder.init_scale"], False),
-        ("train", {"amp": {"init_scale": True}}, ["amp.init_scale"], False),
-        ("train", {"amp": {"precision": True}}, ["amp.precision"], True),
+        ("grid", {"decoder": {"init_scale": RANGE}}, ["decoder.init_scale"], False),
+        ("grid", {"amp": {"init_scale": RANGE}}, ["amp.init_scale"], False),
+        ("grid", {"amp": {"precision": RANGE}}, ["amp.precision"], True),
     ],
 )
-def test_report_on_a_search_is_decided_by_its_command_and_its_ranges(
-    command, ranges, searched, *, compares
+def test_report_on_a_search_is_decided_by_its_searcher_and_its_ranges(
+    searcher, ranges, searched, *, compares
 ):
-    hyperparameters = {}
-    for name in flat(ranges):
-        put(hyperparameters, name.split("."), {"type": "double"})
-    config = {
-        "entrypoint": f"python3 -m determined_amp {command}",
-        "hyperparameters": hyperparameters,
-        "searcher": {"name": "grid" if ranges else "single"},
-    }
+    config = {"hyperparameters": ranges, "searcher": {"name": searcher}}
     search = Search("", (), config)
     assert (search.searched, search.compares) == (searched, compares)
-    assert search.is_single is not bool(ranges)
-    assert Task.of(config["entrypoint"], []).verb == command
+    assert search.is_single is (searcher == "single")
     assert Search("", ()).is_single
 
 
@@ -164,35 +153,23 @@ def test_seed_of_a_range_replaces_that_of_the_search():
         assert trial.seed == (search.drawn_seed(0) if own else 2)
 
 
-THEIRS: Values = {
-    **STRANGE,
-    "hyperparameters": {"lr": {"type": "double", "minval": 0.01, "maxval": 0.1}},
-    "searcher": {
-        "name": "adaptive_asha",
-        "metric": "val_loss",
-        "max_trials": 4,
-        "max_length": {"batches": 16},
-    },
-    "min_validation_period": {"batches": 4},
-    "min_checkpoint_period": {"batches": 0},
-}
-
-
-def problems_of(**searcher):
-    section = {**THEIRS["searcher"], **searcher}
-    try:
-        SearchPlan({**THEIRS, "searcher": section})
-    except ConfigError as error:
-        return [str(problem) for problem in error.problems]
-    return []
-
-
 def test_length_of_older_versions_is_refused_with_the_keys_that_a_master_takes():
-    assert problems_of() == [
+    older = with_overrides(
+        STRANGE,
+        [
+            "hyperparameters.lr={type: double, minval: 0.01, maxval: 0.1}",
+            "searcher.name=adaptive_asha",
+            "searcher.max_trials=4",
+        ],
+    )
+    with pytest.raises(ConfigError) as caught:
+        SearchPlan(older)
+    assert [*caught.value.problems] == [
         "searcher.time_metric: missing; allowed: a string",
         "searcher.max_time: missing; allowed: an integer >= 1",
     ]
-    assert problems_of(time_metric="batches", max_time=16) == []
+    times = ["searcher.time_metric=batches", "searcher.max_time=16"]
+    assert len(SearchPlan(with_overrides(older, times)).trials) == 4
 
 
 @pytest.mark.parametrize(

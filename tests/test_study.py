@@ -179,7 +179,6 @@ class TestTrials:
 
     def test_every_trial_has_a_process_and_one_of_the_slots(self, tmp_path):
         self.run(tmp_path, *[COMPLETED] * 3, workers=2)
-        assert len(Staged.made) == 3
         assert {trial.slot for trial in Staged.made} <= {0, 1}
         assert all(trial.connection.closed for trial in Staged.made)
         assert not any(trial.process.kill.called for trial in Staged.made)
