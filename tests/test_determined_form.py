@@ -44,6 +44,7 @@ def write(folder, *overrides, without=()):
 class TestDeterminedsForm:
     def test_experiment_in_determineds_form_means_what_it_means_there(self):
         found = parse(
+            "min_checkpoint_period={epochs: 2}",
             "optimizations={aggregation_frequency: 3}",
             "perform_initial_validation=true",
         )
@@ -51,26 +52,13 @@ class TestDeterminedsForm:
         assert found.settings["hyperparameters.trial"] == TRIAL
         assert found.training.max_length == Length(batches=12)
         assert found.training.validation_period == Length(batches=6)
-        assert found.training.checkpoint_period == Length(batches=4)
+        assert found.training.checkpoint_period == Length(epochs=2)
         assert found.training.reporting_period == Length(batches=2)
         assert found.training.cudnn_benchmark is None
         assert found.aggregation_frequency == 3
         assert found.platform.optimizations.average_aggregated_gradients
         assert found.platform.perform_initial_validation
         assert (found.amp, found.hparams, found.data, found.seed) == (None, None, {}, 0)
-
-    @pytest.mark.parametrize(
-        ("length", "read"),
-        [
-            ("{batches: 7}", Length(batches=7)),
-            ("{epochs: 2}", Length(epochs=2)),
-        ],
-    )
-    def test_length_is_in_any_of_its_units(self, length, read):
-        found = parse(
-            f"searcher.max_length={length}", f"min_validation_period={length}"
-        )
-        assert found.max_length == found.training.validation_period == read
 
     def test_number_is_of_batches_and_a_period_of_0_is_never(self):
         """The master fills in such periods."""
@@ -89,12 +77,9 @@ class TestDeterminedsForm:
         [
             ("searcher.max_length={}", "searcher.max_length.batches: got 0 units; "),
             ("searcher.max_length=soon", "searcher.max_length: got 'soon'; "),
-            *(
-                (
-                    f"{period}={{records: 9}}",
-                    f"{period}.records: unknown key; allowed: batches",
-                )
-                for period in ("min_validation_period", "min_checkpoint_period")
+            (
+                "min_checkpoint_period={records: 9}",
+                "min_checkpoint_period.records: unknown key; allowed: batches",
             ),
             ("scheduling_unit=0", "scheduling_unit: got 0; allowed: an integer >= 1"),
             (
@@ -142,9 +127,8 @@ class TestDeterminedsForm:
 
 
 def test_experiment_in_this_librarys_form_needs_a_length_alone():
-    config = {
-        "hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}
-    }
+    lengths = {"max_length": "2 epochs"}
+    config = {"hyperparameters": {"trial": TRIAL, "training": lengths}}
     found = experiment.parse(config, "test")
     assert found.max_length == Length(epochs=2)
     assert found.training.validation_period is None
@@ -190,21 +174,11 @@ class TestTraining:
     def test_trial_is_the_one_that_the_command_of_the_entrypoint_names(
         self, entrypoint
     ):
-        """It counts on a cluster, too, and where the hyperparameters name another
-        trial.
-        """
-        for hyperparameters in (
-            {"lr": 0.1},
-            {"lr": 0.1, "trial": "tests.strangers:Greedy"},
-        ):
-            config = {
-                **STRANGE,
-                "entrypoint": entrypoint,
-                "hyperparameters": hyperparameters,
-            }
-            parsed = experiment.parse(config, "test")
-            again = experiment.parse(parsed.config, "test")
-            assert parsed.trial == again.trial == "tests.strangers:make"
+        """It counts on a cluster, too, and though the hyperparameters name another."""
+        config = changed("hyperparameters.trial=tests.strangers:Greedy")
+        parsed = experiment.parse({**config, "entrypoint": entrypoint}, "test")
+        again = experiment.parse(parsed.config, "test")
+        assert parsed.trial == again.trial == "tests.strangers:make"
 
     def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path):
         """A step of SGD by the mean of two gradients, at twice the rate, is one by
@@ -240,16 +214,10 @@ class TestTraining:
         assert read_metadata(saved)["steps_completed"] == training.end(folder)[2] == 6
         training.resume(folder, "--config", "searcher.metric=val_loss")
 
-    def test_searcher_without_a_metric_is_enough_to_train(self, tmp_path):
-        config = write(tmp_path, "searcher={name: single, max_length: {batches: 12}}")
-        found = run(tmp_path / "run", config)
-        assert training.end(found) == ("completed", "", 12)
-
-    def test_run_whose_model_has_an_infinite_mask_is_resumed(self, tmp_path):
+    def test_run_without_a_metric_and_with_an_infinite_mask_is_resumed(self, tmp_path):
         masked = "entrypoint=tests.test_determined_form:Masked"
-        found = run(
-            tmp_path / "run", write(tmp_path, masked, "searcher.max_length.batches=4")
-        )
+        searcher = "searcher={name: single, max_length: {batches: 4}}"
+        found = run(tmp_path / "run", write(tmp_path, masked, searcher))
         training.resume(found, "--config", "searcher.max_length.batches=6")
         assert training.end(found) == ("completed", "", 6)
 

@@ -8,7 +8,6 @@ from determined import pytorch
 from determined_amp import AmpSettings, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Values
 from determined_amp.experiment.experiment import NO_AMP_SECTION, parse
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
@@ -18,12 +17,15 @@ from tests.strangers import Stranger
 from tests.training import STRANGE, problems_of, write_yaml
 from tests.trials import Weights
 
-PLAIN: Values = {
-    **{key: STRANGE[key] for key in ("entrypoint", "hyperparameters")},
-    "name": "plain",
-    "searcher": {**STRANGE["searcher"], "max_length": {"batches": 4}},
-    "scheduling_unit": 2,
-}
+PLAIN = with_overrides(
+    STRANGE,
+    (
+        "name=plain",
+        "searcher.max_length.batches=4",
+        "min_validation_period=null",
+        "min_checkpoint_period=null",
+    ),
+)
 
 
 class SettingsInCode(Weights):
@@ -103,10 +105,9 @@ def test_misplaced_setting_is_one_problem_that_says_where_it_belongs(
 
 @pytest.mark.parametrize("nested", ["amp={precision: amp_fp16}", "precision=amp_fp16"])
 def test_amp_section_within_another_section_is_one_problem(nested):
-    ours = with_overrides(
-        PLAIN, ["hyperparameters.training={max_length: {batches: 4}}"]
-    )
-    del ours["searcher"]["max_length"], ours["scheduling_unit"]
+    length = "hyperparameters.training.max_length=4 batches"
+    theirs = ("searcher.max_length=null", "scheduling_unit=null")
+    ours = with_overrides(PLAIN, (length, *theirs))
     parse(ours, "test")  # the control
     (problem,) = problems_of(
         with_overrides(ours, [f"hyperparameters.training.{nested}"])
@@ -258,31 +259,32 @@ def test_script_of_the_users_own_trains_one_batch_in_determineds_test_mode(monke
 
 
 @pytest.mark.parametrize(
-    ("section", "first", "last"),
+    ("changes", "first", "last"),
     [
-        ({}, NO_AMP_SECTION, "no amp section: "),
-        ({"amp": {"precision": "amp_bf16"}}, "precision: amp_bf16", "amp_bf16\n"),
+        ((), NO_AMP_SECTION, "no amp section: "),
+        (
+            ("hyperparameters.amp.precision=amp_bf16",),
+            "precision: amp_bf16",
+            "amp_bf16\n",
+        ),
+        (
+            (
+                "entrypoint=tests.test_misplaced:SettingsInCode",
+                "searcher.metric=validation_loss",
+            ),
+            "precision: amp_bf16 (by AmpSettings in the trial; no amp section)",
+            "amp_bf16 (by AmpSettings",
+        ),
     ],
-    ids=["no section", "amp_bf16"],
+    ids=["no section", "amp_bf16", "settings in the code"],
 )
 def test_log_begins_with_the_precision_and_the_closing_line_names_it(
-    section, first, last, tmp_path, capsys
+    changes, first, last, tmp_path, capsys
 ):
-    path = write_yaml(tmp_path, {**PLAIN, "hyperparameters": {"lr": 0.1, **section}})
+    path = write_yaml(tmp_path, with_overrides(PLAIN, changes))
     run = tmp_path / "run"
     assert door.main(["train", path, "--run-folder", str(run)]) == 0
-    assert (run / "log.txt").read_text().splitlines()[0].endswith(f": {first}")
-    assert f"\nplain: completed; {last}" in capsys.readouterr().out
-
-
-def test_precision_of_settings_in_the_code_is_named_without_a_section(tmp_path, capsys):
-    run = tmp_path / "run"
-    own = {**PLAIN, "entrypoint": "tests.test_misplaced:SettingsInCode"}
-    own["searcher"] = {**PLAIN["searcher"], "metric": "validation_loss"}
-    path = write_yaml(tmp_path, own)
-    assert door.main(["train", path, "--run-folder", str(run)]) == 0
-    words = "amp_bf16 (by AmpSettings in the trial; no amp section)"
     log = (run / "log.txt").read_text()
-    assert f": precision: {words}\n" in log
-    assert "no guard" not in log
-    assert "plain: completed; amp_bf16 (by AmpSettings" in capsys.readouterr().out
+    assert log.splitlines()[0].endswith(f": {first}")
+    assert ("no guard" in log) is ("no guard" in first)
+    assert f"\nplain: completed; {last}" in capsys.readouterr().out
