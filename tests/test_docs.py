@@ -30,6 +30,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.mutants import AFTERWARDS, ROOMS
+from tests.pages import blocks, commands
 from tests.training import ROOT
 
 DOCS = ROOT / "docs"
@@ -52,17 +53,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 CODE = ("determined_amp", "trials", "benchmarks")
 # What the pages name as examples of a user's own.
 MADE_UP = {"tests/test_NAME.py", "tests/test_a.py", "tests/test_b.py"}
+MADE_UP |= {"tests/test_b.py::TestSome"}
 
 
 def test_every_promise_names_tests_that_exist():
     promises = (DOCS / "promises.md").read_text()
-    rows = [row for row in promises.splitlines() if row.startswith("| ")]
-    kept = [row for row in rows if not row.startswith(("| promise |", "| what |"))]
-    for row in kept:
-        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)
+    for row in re.findall(r"^\| (?!promise \||what \|).*", promises, re.MULTILINE):
+        named = re.findall(r"`(test_\w+\.py(?:::\w+)+)`", row)
         assert named, row
-        for file, name in named:
-            assert exists(f"tests/{file}", name), f"{file}::{name}"
+        assert missing_tests(" ".join(f"tests/{name}" for name in named)) == set()
 
 
 def named_files(text):
@@ -82,13 +81,10 @@ def missing_files(text):
     }
 
 
-def named_tests(text):
-    return set(re.findall(r"tests/\w+\.py(?:::\w+)+", text))
-
-
 def missing_tests(text):
     """The tests that `text` names and no file has."""
-    return {test for test in named_tests(text) if not exists(*test.split("::"))}
+    named = re.findall(r"tests/\w+\.py(?:::\w+)+", text)
+    return {test for test in named if not exists(*test.split("::"))}
 
 
 def exists(path, *names):
@@ -122,9 +118,7 @@ def unknown_commands(text):
 def test_everything_that_a_page_names_exists(page):
     text = page.read_text()
     assert missing_files(text) - MADE_UP == set()
-    assert {
-        n for n in missing_tests(text) if n.partition("::")[0] not in MADE_UP
-    } == set()
+    assert missing_tests(text) - MADE_UP == set()
     assert unknown_settings(text) == set()
     assert unknown_commands(text) == set()
 
@@ -155,15 +149,10 @@ def test_what_does_not_exist_would_be_noticed():
 
 def commands_with_a_yaml():
     """Those of the README and the pages on clusters and precisions."""
-    fenced = re.findall(
-        r"^```(\w*)\n(.*?)^```", README + CLUSTER + PRECISION, re.DOTALL | re.MULTILINE
-    )
-    blocks = "".join(block for language, block in fenced if not language)
-    lines = blocks.replace("\\\n", " ").splitlines()
     found = [
-        shlex.join(shlex.split(line, comments=True))
-        for line in lines
-        if ".yaml" in line and not line.startswith("make ") and "YOUR" not in line
+        command
+        for command in commands(README + CLUSTER + PRECISION)
+        if ".yaml" in command and "make " not in command and "YOUR" not in command
     ]
     assert len(found) > 3
     return found
@@ -190,7 +179,7 @@ def test_readme_has_at_most_120_lines():
 
 
 def test_loop_of_the_readme_trains():
-    (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (shown,) = blocks(README, "python")
     model = nn.Linear(4, 2)
     start = model.weight.detach().clone()
     names = {"device": "cpu", "model": model}
@@ -206,16 +195,14 @@ def test_page_has_the_table_of_all_settings():
     found = re.findall(r"^    (\w+): ((?:.|\n     )+)", said, re.MULTILINE)
     meanings = {name: " ".join(text.split()) for name, text in found}
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.+?) \| (.*) \|$", AMP, re.MULTILINE)
-    shown = {name: (default.strip("`"), text) for name, default, _, text in rows}
-    allowed = {name: text for name, _, text, _ in rows}
-    expected = {}
-    for field in dataclasses.fields(AmpSettings):
+    settings = dataclasses.fields(AmpSettings)
+    for field, (name, shown, allowed, meaning) in zip(settings, rows, strict=True):
         default = getattr(field.default, "value", field.default)
         text = "" if default is dataclasses.MISSING else json.dumps(default)
-        expected[field.name] = (text.strip('"'), meanings[field.name])
+        expected = (field.name, text.strip('"'), meanings[field.name])
+        assert (name, shown.strip("`"), meaning) == expected
         for sign, _, limit in field.metadata[fields.BOUNDS]:
-            assert f"{sign} {limit:g}" in allowed[field.name]
-    assert shown == expected
+            assert f"{sign} {limit:g}" in allowed
 
 
 def table_of_findings():

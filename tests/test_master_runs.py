@@ -152,33 +152,24 @@ def test_address_without_a_master_is_a_sentence_that_repeats_no_password(
     assert "hush" not in str(refused.value)
 
 
-CHECK = "python3 -m determined_amp check --trial model_def:MyTrial"
-
-
-def test_report_of_a_check_says_how_many_faults_it_found(master, tmp_path, capsys):
-    changes = ["searcher.name=single", f"entrypoint={CHECK}"]
-    master.config = with_overrides(master.config, changes)
-    master.trials = [trial(11, 65536)]
-    found = report(11, 1, "validation", {"faults": 1})
-    master.reports = {"validation": [found], "training": []}
-    assert door.run(["report", "7", "--output", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.startswith("check found 1 fault\n")
-
-
 @pytest.mark.parametrize(
-    ("changes", "begins"),
+    ("searcher", "metrics", "begins"),
     [
         (
-            (),
+            "grid",
+            scored(16),
             "no step is lost in 1 of 2 trials, at 2^16 to 2^16: default is fine: 2^16",
         ),
-        (("searcher.name=single",), "the trial's own precision: completed, 4 batches"),
+        ("single", {}, "the trial's own precision: completed, 4 batches"),
+        ("single", {"faults": 1}, "check found 1 fault\n"),
     ],
+    ids=["search", "run", "check"],
 )
-def test_report_on_an_experiment_is_that_of_its_searcher(
-    master, tmp_path, capsys, changes, begins
+def test_report_on_an_experiment_is_that_of_its_searcher_or_its_command(
+    master, tmp_path, capsys, *, searcher, metrics, begins
 ):
-    master.config = with_overrides(master.config, changes)
+    master.config = with_overrides(master.config, [f"searcher.name={searcher}"])
+    master.reports["validation"][0] = report(11, 4, "validation", metrics)
     assert door.run(["report", "7", "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.startswith(begins)
 

@@ -139,20 +139,6 @@ def master(monkeypatch, tmp_path):
         yield made
 
 
-def test_every_trial_of_an_experiment_is_a_run(master):
-    runs = read_experiment(7).runs
-    assert [run.precision.value for run in runs] == [
-        "fp32",
-        "fp32",
-        "amp_bf16",
-        "amp_bf16",
-    ]
-    assert {run.state for run in runs} == {RunState.COMPLETED}
-    assert all(run.machine == Machine(**NOTED["machine"]) for run in runs)
-    speeds = [run.speed.median for run in runs if run.speed]
-    assert speeds == [1000.0, 1010.0, 2000.0, 2020.0]  # whatever the order they came in
-
-
 def test_trial_that_failed_before_its_training_hinders_nothing(master):
     """An image could not be pulled, so the trial has noted nothing."""
     early = trial(10, "amp_fp16", state="STATE_ERROR")

@@ -5,7 +5,6 @@ command in another folder. `make test` runs one of them with this environment.
 """
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -14,22 +13,15 @@ from pathlib import Path
 import pytest
 
 from determined_amp import __main__ as door
+from tests.pages import commands
 from tests.training import ROOT
 
-README = (ROOT / "README.md").read_text()
+COMMANDS = commands((ROOT / "README.md").read_text())
 OURS = "det-amp "
 # The lines that a new user types once; the test of the whole page does what they do.
 SET_UP = ("git clone ", "cd ", "make compare ")
 # What only the folder of the clone has: its examples, and the runs of them.
 OF_THE_CLONE = ("experiment_configs/", "hp_search/", "runs/")
-
-
-def commands():
-    """The commands in the README's blocks, without comments, in order."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    lines = "".join(block for language, block in fenced if not language).splitlines()
-    parts = [part for line in lines for part in line.split(" && ")]
-    return [shlex.join(shlex.split(part, comments=True)) for part in parts]
 
 
 def with_names(command, clone, runs):
@@ -65,12 +57,12 @@ def own_folder(tmp_path):
 
 def test_every_command_of_the_readme_is_known():
     known = (OURS, "det experiment create ", *SET_UP)
-    assert [command for command in commands() if not command.startswith(known)] == []
-    assert len([command for command in commands() if command.startswith(OURS)]) > 5
+    assert [command for command in COMMANDS if not command.startswith(known)] == []
+    assert len([command for command in COMMANDS if command.startswith(OURS)]) > 5
 
 
 def test_find_command_of_the_readme_runs_in_another_folder(own_folder, monkeypatch):
-    (command,) = [each for each in commands() if each.startswith(f"{OURS}find ")]
+    (command,) = [each for each in COMMANDS if each.startswith(f"{OURS}find ")]
     monkeypatch.chdir(own_folder)
     assert door.main(with_names(command, ROOT, own_folder)[1:]) == 0
 
@@ -88,7 +80,7 @@ def test_all_commands_of_the_readme_run_from_a_fresh_clone(tmp_path, own_folder)
 
     call("git", "clone", "--quiet", ROOT, clone)
     call("make", "-C", clone, "install")
-    for command in commands():
+    for command in COMMANDS:
         if command.startswith(OURS):
             is_of_the_clone = any(name in command for name in OF_THE_CLONE)
             folder = clone if is_of_the_clone else own_folder

@@ -14,6 +14,7 @@ import pytest
 from determined_amp import ConfigError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.search.search_plan import SearchPlan
+from tests.pages import blocks
 from tests.training import ROOT
 
 TEMPLATE = ROOT / "docs" / "your_trial"
@@ -21,10 +22,6 @@ PAGE = (ROOT / "docs" / "your_trial.md").read_text()
 README = (ROOT / "README.md").read_text()
 BEFORE = (TEMPLATE / "before.py").read_text().splitlines()
 AFTER = (TEMPLATE / "model_def.py").read_text().splitlines()
-
-
-def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 def difference(before, after, context):
