@@ -2,25 +2,19 @@
 read.
 """
 
-import io
-import os
 import re
 import shutil
 import subprocess
 import time
 import uuid
-import warnings
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import pytest
 import torch
-from determined.cli import cli as det
 from determined.common.api import bindings, errors
 from determined.experimental import client
 
 from determined_amp.runs.master import log_in
-from tests.training import ROOT, digest
+from tests.training import ROOT, digest, outcome
 
 ENDED = (
     client.ExperimentState.COMPLETED,
@@ -96,11 +90,22 @@ class Run:
         (trial,) = self.trials
         return trial
 
+    def pause(self):
+        """Pause it after its first report, and wait for the checkpoint of the pause."""
+        self.wait_for_report()
+        self.det("pause")
+        wait_until(
+            lambda: self.newest_checkpoint_batches() > 0, "the checkpoint of the pause"
+        )
+
+    def of_the_master(self, trial=None):
+        """What the master knows of a trial, by default of its only one."""
+        number = (trial or self.trial).id
+        return bindings.get_GetTrial(self.cluster.session, trialId=number).trial
+
     def restarts(self):
         """How often the cluster started the trial again by itself."""
-        return bindings.get_GetTrial(
-            self.cluster.session, trialId=self.trial.id
-        ).trial.restarts
+        return self.of_the_master().restarts
 
     def metadata(self, trial=None):
         """What is noted of AMP in the metadata of a trial, by default of its only
@@ -114,10 +119,7 @@ class Run:
         """The "Last Runner State" in the overview of a trial, by default of its only
         one.
         """
-        number = (trial or self.trial).id
-        return bindings.get_GetTrial(
-            self.cluster.session, trialId=number
-        ).trial.runnerState
+        return self.of_the_master(trial).runnerState
 
     def log(self):
         return "".join(line for trial in self.trials for line in trial.iter_logs())
@@ -178,27 +180,13 @@ class Cluster:
         return sum(len(agent.slots or {}) for agent in agents if agent.enabled)
 
     def det(self, *arguments):
-        """What the command line says, as a user types it in the root of the repository.
-
-        Called in this process: an import of the command line takes longer than what it
-        does.
+        """What the command line says, as a user types it in the root of the
+        repository.
         """
-        said, before = io.StringIO(), Path.cwd()
-        os.chdir(ROOT)
-        try:
-            with (
-                warnings.catch_warnings(),
-                redirect_stdout(said),
-                redirect_stderr(said),
-            ):
-                warnings.simplefilter("ignore")
-                det.main(["--master", self.address, *arguments])
-        except SystemExit as left:
-            if left.code:
-                pytest.fail(f"det {' '.join(arguments)}: {said.getvalue()}")
-        finally:
-            os.chdir(before)
-        return said.getvalue()
+        done = outcome("-m", "determined.cli", "--master", self.address, *arguments)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, f"det {' '.join(arguments)}: {said}"
+        return said
 
     def create(self, config, *overrides, context=ROOT):
         """`det experiment create CONFIG CONTEXT --config KEY=VALUE ...`.

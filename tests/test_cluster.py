@@ -26,7 +26,6 @@ from tests.cluster import (
     docker,
     last_line,
     metrics,
-    wait_until,
 )
 from tests.training import ROOT
 
@@ -177,9 +176,7 @@ def everything(request):
 @pytest.fixture(scope="module")
 def runs(cluster):
     return {
-        path: cluster.create(
-            path.relative_to(ROOT), *shortened(path), *fitted(path, cluster)
-        )
+        path: cluster.create(path.relative_to(ROOT), *shortened(path, cluster.slots))
         for path in CONFIGS
     }
 
@@ -269,9 +266,12 @@ def small_search(path):
     return [*OF_A_SEARCH, *FEW_TRIALS.get(path.stem, ())]
 
 
-def shortened(path):
-    """Overrides that make the experiment of a YAML small."""
+def shortened(path, most_slots=1):
+    """Overrides that make the experiment of a YAML small, on one slot if the cluster
+    has fewer than it asks for.
+    """
     config = yaml.safe_load(path.read_text())
+    slots = config.get("resources", {}).get("slots_per_trial", 1)
     hparams = config["hyperparameters"]
     short = SHORTER.get(hparams["trial"], SHORT)
     lengths = [
@@ -284,17 +284,8 @@ def shortened(path):
         *(NO_FILES[hparams["trial"]] if "directory" in config["data"] else ()),
         *lengths,
         "hyperparameters.training.reporting_period.batches=2",
+        f"resources.slots_per_trial={slots if slots <= most_slots else 1}",
     ]
-
-
-def fitted(path, cluster):
-    """One slot, where the cluster has fewer than a YAML asks for."""
-    return ["resources.slots_per_trial=1"] if slots(path) > cluster.slots else []
-
-
-def slots(path):
-    resources = yaml.safe_load(path.read_text()).get("resources", {})
-    return int(resources.get("slots_per_trial", 1))
 
 
 @pytest.mark.usefixtures("everything")
@@ -506,11 +497,7 @@ class TestOwnLoop:
             cluster.create(own_loop / "any_loop.yaml", context=own_loop)
             for _ in range(2)
         )
-        run.wait_for_report()
-        run.det("pause")
-        wait_until(
-            lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause"
-        )
+        run.pause()
         run.det("activate")
         ended = [each.completed().metrics("validation")[-1] for each in (run, alone)]
         assert ended[0] == ended[1]
@@ -558,11 +545,7 @@ class TestDisturbedTrial:
         )
 
     def test_run_that_is_paused_and_activated_ends_the_same(self, run, alone, tmp_path):
-        run.wait_for_report()
-        run.det("pause")
-        wait_until(
-            lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause"
-        )
+        run.pause()
         assert run.state() is client.ExperimentState.PAUSED
         assert run.newest_checkpoint_batches() < LENGTH
         run.det("activate")

@@ -6,7 +6,6 @@ Each YAML of `hp_search` is an experiment of its own.
 import re
 
 import pytest
-import yaml
 
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment import experiment
@@ -101,9 +100,7 @@ VERBS = {
 
 
 def load(path):
-    config = yaml.safe_load(path.read_text())
-    assert isinstance(config, dict)
-    return config
+    return experiment.read_yaml(str(path))
 
 
 def difference(one, other):

@@ -35,17 +35,6 @@ def with_names(command, clone, runs):
     return [str(clone / word) if (clone / word).is_file() else word for word in words]
 
 
-def run(command, python, clone, folder, env):
-    program = str(python.with_name("det-amp"))
-    words = [program, *with_names(command, clone, folder)[1:]]
-    done = subprocess.run(
-        words, cwd=folder, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, (
-        f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    )
-
-
 @pytest.fixture
 def own_folder(tmp_path):
     """A folder of a user, with a trial, its YAML and a script."""
@@ -70,13 +59,13 @@ def test_find_command_of_the_readme_runs_in_another_folder(own_folder, monkeypat
 @pytest.mark.readme
 def test_all_commands_of_the_readme_run_from_a_fresh_clone(tmp_path, own_folder):
     clone = tmp_path / "clone"
-    python = clone / ".venv" / "bin" / "python"
+    program = clone / ".venv" / "bin" / "det-amp"
     without_ours = {
         key: value for key, value in os.environ.items() if key != "PYTHONPATH"
     }
 
-    def call(*words):
-        subprocess.run([str(word) for word in words], check=True, env=without_ours)
+    def call(*words, folder=None):
+        subprocess.run([*map(str, words)], check=True, cwd=folder, env=without_ours)
 
     call("git", "clone", "--quiet", ROOT, clone)
     call("make", "-C", clone, "install")
@@ -84,4 +73,5 @@ def test_all_commands_of_the_readme_run_from_a_fresh_clone(tmp_path, own_folder)
         if command.startswith(OURS):
             is_of_the_clone = any(name in command for name in OF_THE_CLONE)
             folder = clone if is_of_the_clone else own_folder
-            run(command, python, clone, folder, without_ours)
+            _, *words = with_names(command, clone, folder)
+            call(program, *words, folder=folder)

@@ -40,9 +40,6 @@ def _there(tmp_path, monkeypatch):
     ours = {Path(file).parts[0].removesuffix(".py") for file in FILES}
     for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
         monkeypatch.delitem(sys.modules, name)
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize(

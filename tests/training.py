@@ -271,22 +271,15 @@ def digest(state):
     """One hash of everything in a checkpoint: weights, optimizer, scaler, counts,
     random state.
     """
-    found = hashlib.sha256()
-
-    def visit(value):
-        if isinstance(value, torch.Tensor):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            dense = value.to_dense() if value.is_sparse else value
-            found.update(dense.contiguous().numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                found.update(str(key).encode())
-                visit(value[key])
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
-        else:
-            found.update(repr(value).encode())
-
-    visit(state)
-    return found.hexdigest()
+    if isinstance(state, torch.Tensor):
+        dense = state.to_dense() if state.is_sparse else state
+        numbers = dense.contiguous().numpy().tobytes()
+        content = f"{state.dtype}{tuple(state.shape)}".encode() + numbers
+    elif isinstance(state, dict):
+        found = sorted((str(key), digest(value)) for key, value in state.items())
+        content = str(found).encode()
+    elif isinstance(state, (list, tuple)):
+        content = str([digest(value) for value in state]).encode()
+    else:
+        content = repr(state).encode()
+    return hashlib.sha256(content).hexdigest()
