@@ -36,14 +36,14 @@ ROOMS = {
     "compare": "compare",
     "determined_amp": "context master_runs",
     "experiment": (
-        "any_value configs determined_form experiment factory failures "
-        "misplaced settings trial_text yaml_text"
+        "any_value configs dotted entrypoint experiment factory failures "
+        "misplaced overrides settings training trial_text yaml_text"
     ),
     "finder": (
         "find_loss_scale finder first_overflow flush found_scale gradient_recorder "
         "histogram prediction rehearsal scale_finding score"
     ),
-    "local": "checkpoint determined_form local trainer folder",
+    "local": "checkpoint training local trainer folder",
     "report": (
         "search_report master_runs figures precision_report "
         "comparison run_report sources"
@@ -51,7 +51,7 @@ ROOMS = {
     "runs": "master_runs sources folder runs",
     "search": "search_plan space study",
     "trial": (
-        "amp audit batches checkpoint contract equivalence loss_scale "
+        "amp audit batches checkpoint contract equivalence fitting loss_scale "
         "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
         "resumed folder schedules score several_optimizers unmodified"
     ),
@@ -70,7 +70,7 @@ AFTERWARDS = {
     "report": "compare",
     "runs": "local precision_report",
     "search": "compare optimize refusals trial_process",
-    "trial": "determined_form processes refusals resume search_cluster",
+    "trial": "processes refusals resume search_cluster training",
 }
 
 # Tests of the first list that start other programs themselves, or list the functions of

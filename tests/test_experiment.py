@@ -5,7 +5,6 @@ The configuration of every test is the repository's own `mlp/amp.yaml` with sing
 changed.
 """
 
-import copy
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -20,7 +19,6 @@ from determined_amp.amp.fields import fill
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import put
-from determined_amp.experiment.entrypoint import Task
 from determined_amp.experiment.hyperparameters import with_power_of_two
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
@@ -233,53 +231,6 @@ def test_configuration_of_an_experiment_and_of_its_variant_reads_as_the_same(for
     assert made.config["hyperparameters"] == given["hyperparameters"]
 
 
-@pytest.mark.parametrize("runs", ["train", "train --trial trials.mlp:MLPTrial"])
-def test_trial_of_the_option_is_that_of_the_configuration_read_again(runs):
-    path = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
-    entrypoint = f"python3 -m determined_amp {runs}"
-    given = {**experiment.read_yaml(path), "entrypoint": entrypoint}
-    option = "trials.resnet50:ResNet50Trial"
-    made = experiment.experiment_in(given, "x", trial=option)
-    again = experiment.experiment_in(made.config, "x")
-    assert again.trial == made.trial == option
-    assert again.config == made.config
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "determined.launch.torch_distributed",
-        "determined.launch.horovod --fused 1",
-        "determined.exec.harness",
-    ],
-)
-def test_launcher_of_determined_names_its_trial(program):
-    entrypoint = f"python3 -m {program} --trial tests.strangers:Stranger"
-    for written in (entrypoint, entrypoint.split()):
-        config = {"entrypoint": written, "searcher": {"max_length": {"batches": 4}}}
-        made = experiment.experiment_in({**config, "hyperparameters": {}}, "x")
-        assert (made.trial, made.trial_key) == (
-            "tests.strangers:Stranger",
-            "entrypoint",
-        )
-        assert Task.of(config["entrypoint"], []) == Task("train")
-
-
-@pytest.mark.parametrize(
-    "words", ["python3 train.py", "python3 -m determined_amp find"]
-)
-def test_launcher_of_another_program_is_that_program(words):
-    entrypoint = f"python3 -m determined.launch.torch_distributed {words}"
-    assert Task.of(entrypoint, []).trial is None
-    command = "find" if words.endswith("find") else ""
-    assert Task.of(entrypoint, []) == Task(command)
-
-
-def test_entrypoint_with_an_unclosed_quotation_names_no_trial():
-    unclosed = "python3 -m determined_amp train --trial 'a"
-    assert Task.of(unclosed, []).trial is None
-
-
 def test_experiment_in_determineds_test_mode_trains_one_batch():
     made = _make_test_experiment_config(changed({}))
     result = experiment.parse(made, "test")
@@ -340,37 +291,6 @@ def test_epochs_that_end_within_an_accumulation_window_are_refused():
     ) as caught:
         hparams.steps(batches_per_epoch=11)
     assert len(caught.value.problems) == 3
-
-
-def test_overrides_set_nested_values_and_leave_their_input_alone():
-    config = {"a": {"b": 1, "c": 2}, "d": [1]}
-    before = copy.deepcopy(config)
-    made = with_overrides(
-        config, ["a.b=2", "a.x.y=true", "d=null", "e=w=z", "a.b=[2.5e-3, x]"]
-    )
-    assert made == {
-        "a": {"b": [0.0025, "x"], "c": 2, "x": {"y": True}},
-        "d": None,
-        "e": "w=z",
-    }
-    assert config == before
-
-
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("a", "got 'a'; allowed: KEY=VALUE"),
-        ("=1", "got '=1'; allowed: KEY=VALUE"),
-        ("s..u=1", "got 's..u=1'; allowed: KEY=VALUE"),
-        ("a.b=1", "a.b: a is a value, not a section"),
-        ("a.b.c=1", "a.b.c: a is a value, not a section"),
-        ("s.t.u=1", "s.t.u: t is a value, not a section"),
-    ],
-)
-def test_malformed_override_is_a_config_error(override, problem):
-    with pytest.raises(ConfigError) as caught:
-        with_overrides({"a": 1, "s": {"t": []}}, [override])
-    assert str(caught.value).startswith(f"--config: {problem}")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from determined import pytorch
 
 from determined_amp import AmpSettings, Precision
 from determined_amp import __main__ as door
@@ -11,9 +10,6 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import NO_AMP_SECTION, parse
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.trial.fitting import fit
-from determined_amp.trial.mixed_precision import MixedPrecision
-from tests.strangers import Stranger
 from tests.training import STRANGE, problems_of, write_yaml
 from tests.trials import Weights
 
@@ -224,38 +220,6 @@ def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused(key):
     wrong = with_overrides(PLAIN, [grid, f"hyperparameters.{key}={choices}"])
     with pytest.raises(ConfigError, match=f"hyperparameters.{key}: got "):
         SearchPlan(wrong, "search.yaml")
-
-
-def test_script_of_the_users_own_is_told_of_a_misplaced_precision():
-    with pytorch.init(hparams={"precision": "amp_fp16"}, exp_conf=PLAIN) as context:
-        with pytest.raises(
-            ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"
-        ):
-            MixedPrecision(context)
-        with pytest.raises(
-            ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"
-        ):
-            fit(Stranger(context), context)
-
-
-def test_script_of_the_users_own_is_told_of_a_missing_length():
-    with (
-        pytest.raises(ConfigError, match=r"training\.max_length: missing"),
-        pytorch.init(hparams={}, exp_conf={"name": "own"}) as context,
-    ):
-        fit(Stranger(context), context)
-
-
-def test_script_of_the_users_own_trains_one_batch_in_determineds_test_mode(monkeypatch):
-    given = {}
-    monkeypatch.setattr(
-        pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
-    )
-    hparams = {"training": {"max_length": {"batches": 8}}}
-    made = {"description": "[test-mode] own", "scheduling_unit": 1}
-    with pytorch.init(hparams=hparams, exp_conf=made) as context:
-        fit(Stranger(context), context)
-    assert given["max_length"].value == given["reporting_period"].value == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import json
 import pytest
 
 from determined_amp.amp.errors import ConfigError
-from determined_amp.experiment.entrypoint import Task, with_trial
 from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_folder import Search
@@ -170,37 +169,3 @@ def test_length_of_older_versions_is_refused_with_the_keys_that_a_master_takes()
     ]
     times = ["searcher.time_metric=batches", "searcher.max_time=16"]
     assert len(SearchPlan(with_overrides(older, times)).trials) == 4
-
-
-@pytest.mark.parametrize(
-    ("entrypoint", "runs"),
-    [
-        ("python3 train.py", "train --trial a:B"),
-        ("old:Trial", "train --trial a:B"),
-        (
-            ["python3", "-m", "determined_amp", "train", "--trial", "old:Trial"],
-            "train --trial old:Trial --trial a:B",
-        ),
-        (None, "train --trial a:B"),
-        (
-            "python3 -m determined_amp score --batches 8",
-            "score --batches 8 --trial a:B",
-        ),
-    ],
-)
-def test_option_names_the_trial_of_any_entrypoint(entrypoint, runs):
-    config = with_trial({"entrypoint": entrypoint}, "a:B")
-    assert config["entrypoint"] == f"python3 -m determined_amp {runs}"
-    assert Task.of(config["entrypoint"], []).trial == "a:B"
-    assert with_trial(config, None) is config
-
-
-def test_batches_of_a_score_that_are_no_number_are_a_mistake():
-    problems = []
-    for batches in ("0", "x"):
-        entrypoint = f"python3 -m determined_amp score --batches {batches}"
-        Task.of(entrypoint, problems)
-    assert problems == [
-        f"--batches: got {batches!r}; allowed: an integer from 1 to 1000"
-        for batches in ("0", "x")
-    ]

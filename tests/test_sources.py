@@ -5,7 +5,6 @@ import math
 import pytest
 
 from determined_amp.amp.errors import UserError
-from determined_amp.experiment.dotted import flat, leaves, put
 from determined_amp.finder.scale_score import bits_from_default
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.sources import read_source
@@ -64,21 +63,6 @@ def test_equal_trials_are_ranked_by_their_distance_from_the_default(tmp_path):
         24,
     ]
     assert bits_from_default(math.nan) > bits_from_default(-100)
-
-
-def test_values_by_dotted_name_come_from_sections_and_return_to_their_keys():
-    values = {"a": {"b": 1, "c": {"d": [2]}}, "e": None, "f.g": 3, "empty": {}}
-    named = {"a.b": 1, "a.c.d": [2], "e": None, "f.g": 3}
-    assert flat(values) == named
-    again = {"empty": {}}
-    for path, value in leaves(values):
-        put(again, path, value)
-    assert again == values
-    space = {"type": "log", "base": 2.0}
-    assert flat({"a": {"b": space}, "c": {"type": "const", "val": 3}}) == {
-        "a.b": space,
-        "c": 3,
-    }
 
 
 def test_trial_with_a_damaged_record_is_named(tmp_path):

@@ -7,19 +7,13 @@ The configuration of most tests is Determined's own form: an entrypoint,
 import pytest
 import torch
 import yaml
-from determined import pytorch
 
 from determined_amp import __main__ as door
-from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.plain_data import Values
 from determined_amp.experiment import experiment
-from determined_amp.experiment.experiment import experiment_in
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import read_metadata
-from determined_amp.local.open_trial import open_trial
 from determined_amp.runs.folder import complete_checkpoints, read_metrics
-from determined_amp.trial.fitting import fit
 from tests import strangers, training
 from tests.training import STRANGE, problems_of, run
 
@@ -114,17 +108,6 @@ class TestDeterminedsForm:
             "hyperparameters.amp.precision: got 'bf16'; allowed: fp32, "
         )
 
-    @pytest.mark.parametrize("length", ["{epochs: 3}", "{batches: 9}", "null"])
-    @pytest.mark.parametrize(
-        "override",
-        ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"],
-    )
-    def test_length_is_replaced_by_one_in_another_unit(self, length, override):
-        """The first override is what the message proposes where there is no length."""
-        assert parse(f"searcher.max_length={length}", override).max_length == Length(
-            batches=40
-        )
-
 
 def test_experiment_in_this_librarys_form_needs_a_length_alone():
     lengths = {"max_length": "2 epochs"}
@@ -163,23 +146,6 @@ class TestTraining:
         assert recorded["hyperparameters"] == {"lr": 0.1}  # as the trial gets them
         training.resume(found, "--config", "searcher.max_length.batches=14")
 
-    @pytest.mark.parametrize(
-        "entrypoint",
-        [
-            "python3 -m determined_amp train --trial tests.strangers:make",
-            ["python3", "-m", "determined_amp", "find", "--trial=tests.strangers:make"],
-        ],
-        ids=["text", "list"],
-    )
-    def test_trial_is_the_one_that_the_command_of_the_entrypoint_names(
-        self, entrypoint
-    ):
-        """It counts on a cluster, too, and though the hyperparameters name another."""
-        config = changed("hyperparameters.trial=tests.strangers:Greedy")
-        parsed = experiment.parse({**config, "entrypoint": entrypoint}, "test")
-        again = experiment.parse(parsed.config, "test")
-        assert parsed.trial == again.trial == "tests.strangers:make"
-
     def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path):
         """A step of SGD by the mean of two gradients, at twice the rate, is one by
         their sum.
@@ -215,7 +181,7 @@ class TestTraining:
         training.resume(folder, "--config", "searcher.metric=val_loss")
 
     def test_run_without_a_metric_and_with_an_infinite_mask_is_resumed(self, tmp_path):
-        masked = "entrypoint=tests.test_determined_form:Masked"
+        masked = "entrypoint=tests.test_training:Masked"
         searcher = "searcher={name: single, max_length: {batches: 4}}"
         found = run(tmp_path / "run", write(tmp_path, masked, searcher))
         training.resume(found, "--config", "searcher.max_length.batches=6")
@@ -224,10 +190,7 @@ class TestTraining:
 
 def test_audit_of_a_trial_without_mixed_precision_judges_nothing(tmp_path, capsys):
     path = write(tmp_path, without=("entrypoint", "searcher"))
-    assert (
-        door.run(["audit", path, "--trial", "tests.test_determined_form:InBFloat16"])
-        == 0
-    )
+    assert door.run(["audit", path, "--trial", "tests.test_training:InBFloat16"]) == 0
     printed = capsys.readouterr().out
     assert " bfloat16 " in printed
     assert "not judged: the trial has no MixedPrecision" in printed
@@ -276,57 +239,3 @@ class InBFloat16(strangers.Stranger):
     def train_batch(self, batch, epoch_idx, batch_idx):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().train_batch(batch, epoch_idx, batch_idx)
-
-
-def fitted(config, monkeypatch, **options):
-    """What `fit` gives Determined's `Trainer`."""
-    given = {}
-    monkeypatch.setattr(
-        pytorch.Trainer, "fit", lambda trainer, **named: given.update(named)
-    )
-    with open_trial(experiment_in(config, "test")) as found:
-        fit(found.trial, found.context, **options)
-    return {
-        name: (type(it), it.value) if hasattr(it, "value") else it
-        for name, it in given.items()
-    }
-
-
-class TestFit:
-    def test_fit_takes_what_the_configuration_and_the_caller_say(self, monkeypatch):
-        config = changed("checkpoint_policy=all", "perform_initial_validation=true")
-        given = fitted(config, monkeypatch)
-        expected = {
-            "max_length": (pytorch.Batch, 12),
-            "validation_period": (pytorch.Batch, 6),
-            "checkpoint_period": (pytorch.Batch, 4),
-            "reporting_period": (pytorch.Batch, 2),
-            "checkpoint_policy": "all",
-            "step_zero_validation": True,
-            "latest_checkpoint": None,
-        }
-        assert given.items() >= expected.items()
-        own = {"max_length": pytorch.Epoch(3), "checkpoint_policy": "none"}
-        expected |= {"max_length": (pytorch.Epoch, 3), "checkpoint_policy": "none"}
-        given = fitted(config, monkeypatch, **own)
-        assert given.items() >= expected.items()
-
-    def test_fit_sets_cudnn_benchmark_only_if_it_is_given(self, monkeypatch):
-        monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-        section: Values = {"max_length": {"epochs": 2}}
-        ours = {"hyperparameters": {"trial": TRIAL, "training": section}}
-        assert fitted(ours, monkeypatch)["max_length"] == (pytorch.Epoch, 2)
-        assert torch.backends.cudnn.benchmark
-        section["cudnn_benchmark"] = False
-        fitted(ours, monkeypatch)
-        assert not torch.backends.cudnn.benchmark
-
-    def test_fit_refuses_a_context_with_another_aggregation_frequency(self):
-        words = (
-            r"^experiment configuration: aggregation_frequency: got \d, .* made with 7;"
-            r" allowed: "
-        )
-        with open_trial(experiment_in(changed(), "test")) as found:
-            found.context._aggregation_frequency = 7
-            with pytest.raises(ConfigError, match=words):
-                fit(found.trial, found.context)
