@@ -137,7 +137,7 @@ class Run:
 
     def newest_checkpoint_batches(self):
         """Batches trained before its newest checkpoint, 0 without one."""
-        saved = [c for trial in self.trials for c in trial.list_checkpoints()]
+        saved = self.trial.list_checkpoints()
         return max(
             (int((c.metadata or {})["steps_completed"]) for c in saved), default=0
         )

@@ -22,6 +22,7 @@ from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import read_metadata
 from determined_amp.runs.folder import complete_checkpoints
 from tests import training
+from tests.harness import same_bits
 from tests.training import fork, wait
 
 # What a run imports only when it needs it; a child would import it again in every
@@ -83,13 +84,13 @@ def load_every_checkpoint(folder):
 
 def compare(folder, undisturbed):
     """Same final state, and the same reports, each of them once."""
-    states = [training.checkpoint(run, BATCHES) for run in (folder, undisturbed)]
-    assert training.digest(states[0]) == training.digest(states[1])
-    reports = [
+    runs = (folder, undisturbed)
+    assert same_bits(*(training.checkpoint(run, BATCHES) for run in runs))
+    one, other = (
         [(line["group"], line["batches"]) for line in training.metrics(run)]
-        for run in (folder, undisturbed)
-    ]
-    assert reports[0] == reports[1]
+        for run in runs
+    )
+    assert one == other
 
 
 def in_a_child(work, log):

@@ -158,22 +158,6 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def everything(request):
-    """All experiments that nobody has to disturb, at once, so that no slot waits for a
-    test.
-    """
-    for name in (
-        "runs",
-        "searches",
-        "not_finite",
-        "strangers",
-        "aborted",
-        "undisturbed",
-    ):
-        request.getfixturevalue(name)
-
-
-@pytest.fixture(scope="module")
 def runs(cluster):
     return {
         path: cluster.create(path.relative_to(ROOT), *shortened(path, cluster.slots))
@@ -288,7 +272,10 @@ def shortened(path, most_slots=1):
     ]
 
 
-@pytest.mark.usefixtures("everything")
+# All experiments that nobody has to disturb, at once, so that no slot waits for a test.
+@pytest.mark.usefixtures(
+    "runs", "searches", "not_finite", "strangers", "aborted", "undisturbed"
+)
 class TestEveryExperiment:
     @pytest.mark.parametrize(
         "path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}"

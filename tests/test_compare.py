@@ -244,17 +244,13 @@ ASKED = ComparisonRequest([*Precision], 1, None, 3, [])
 
 
 @pytest.mark.usefixtures("on_cluster")
-def test_task_of_several_slots_is_refused():
-    det.get_cluster_info().slot_ids.append(1)  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="slots_per_trial: got 2; allowed: 1"):
-        compare_on_cluster(None, ASKED)
-
-
-@pytest.mark.usefixtures("on_cluster")
-def test_task_without_a_batch_size_is_refused_before_its_pilots():
+def test_task_without_a_batch_size_or_on_several_slots_is_refused():
     info: Any = det.get_cluster_info()
     del info.trial.hparams["global_batch_size"]
     with pytest.raises(UserError, match=r"hyperparameters\.global_batch_size: missing"):
+        compare_on_cluster(None, ASKED)
+    info.slot_ids.append(1)
+    with pytest.raises(UserError, match="slots_per_trial: got 2; allowed: 1"):
         compare_on_cluster(None, ASKED)
 
 

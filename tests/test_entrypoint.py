@@ -2,7 +2,7 @@
 
 import pytest
 
-from determined_amp.experiment.entrypoint import Task, with_trial
+from determined_amp.experiment.entrypoint import Task, named_trial, with_trial
 from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import with_overrides
 from tests.training import STRANGE
@@ -35,34 +35,26 @@ def test_trial_of_the_option_is_that_of_the_configuration_read_again(runs):
     assert again.config == made.config
 
 
+LAUNCH = "python3 -m determined.launch"
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("entrypoint", "verb", "trial"),
     [
-        "determined.launch.torch_distributed",
-        "determined.launch.horovod --fused 1",
-        "determined.exec.harness",
+        (f"{LAUNCH}.torch_distributed --trial a:B", "train", "a:B"),
+        (f"{LAUNCH}.horovod --fused 1 --trial a:B", "train", "a:B"),
+        ("python3 -m determined.exec.harness --trial a:B", "train", "a:B"),
+        (f"{LAUNCH}.torch_distributed python3 train.py", "", ""),
+        (f"{LAUNCH}.torch_distributed python3 -m determined_amp find", "find", ""),
     ],
 )
-def test_launcher_of_determined_names_its_trial(program):
-    entrypoint = f"python3 -m {program} --trial tests.strangers:Stranger"
+def test_launcher_of_determined_trains_its_trial_or_runs_its_program(
+    entrypoint, verb, trial
+):
     for written in (entrypoint, entrypoint.split()):
-        config = {"entrypoint": written, "searcher": {"max_length": {"batches": 4}}}
-        made = experiment_in({**config, "hyperparameters": {}}, "x")
-        assert (made.trial, made.trial_key) == (
-            "tests.strangers:Stranger",
-            "entrypoint",
-        )
-        assert Task.of(config["entrypoint"], []) == Task("train")
-
-
-@pytest.mark.parametrize(
-    "words", ["python3 train.py", "python3 -m determined_amp find"]
-)
-def test_launcher_of_another_program_is_that_program(words):
-    entrypoint = f"python3 -m determined.launch.torch_distributed {words}"
-    assert Task.of(entrypoint, []).trial is None
-    command = "find" if words.endswith("find") else ""
-    assert Task.of(entrypoint, []) == Task(command)
+        assert Task.of(written, []) == Task(verb)
+        named = (trial, "entrypoint" if trial else "")
+        assert named_trial({"entrypoint": written}) == named
 
 
 def test_entrypoint_with_an_unclosed_quotation_names_no_trial():
