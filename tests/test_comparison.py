@@ -462,11 +462,6 @@ def test_runs_may_differ_in_names_and_scaler_settings_and_be_trained_again(runs)
     assert comparison_of(FP32, *runs).pairs
 
 
-def reporting(one, **metrics):
-    """The run with these metrics in its last validation."""
-    return dataclasses.replace(one, validations=[Report(100, metrics)])
-
-
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
@@ -487,7 +482,8 @@ def reporting(one, **metrics):
     ],
 )
 def test_metric_that_no_comparison_can_use_is_refused(metric, words):
-    runs = [reporting(one, f1=0.5, validation_loss=0.1) for one in (FP32, FP16)]
+    validations = [Report(100, {"f1": 0.5, "validation_loss": 0.1})]
+    runs = [dataclasses.replace(one, validations=validations) for one in (FP32, FP16)]
     # The searcher's, without an accuracy.
     assert comparison_of(*runs).metric == "validation_loss"
     with pytest.raises(UserError) as refused:

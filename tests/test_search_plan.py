@@ -30,12 +30,6 @@ ASHA = {
 }
 
 
-def read(searcher):
-    settings = read_searcher(searcher, [])
-    assert isinstance(settings, AshaSearcher)
-    return settings
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -48,7 +42,9 @@ def read(searcher):
     ],
 )
 def test_asha_first_compares_after_its_lowest_rung(changes, expected):
-    assert read({**ASHA, **changes}).first_rung() == expected
+    searcher = read_searcher({**ASHA, **changes}, [])
+    assert isinstance(searcher, AshaSearcher)
+    assert searcher.first_rung() == expected
 
 
 def test_random_points_depend_on_the_seed_of_the_search_alone():
