@@ -119,7 +119,7 @@ def main(arguments=None):
         f"tests/test_{part}.py" for part in ROOMS.get(name, name).split()
     ]
     for path in (options.module, *(test.partition("::")[0] for test in tests)):
-        if not (ROOT / path).is_file() and not (ROOT / path).is_dir():
+        if not (ROOT / path).exists():
             print(
                 f"{path}: no such file; allowed: make mutants "
                 "MODULE=determined_amp/ROOM/NAME.py, with TESTS='tests/test_A.py "
@@ -149,9 +149,8 @@ def _plant(folder, module, tests):
     }
     (folder / "setup.cfg").write_text(_SETTINGS.format(**indented))
     planted = _planted(folder)
-    status = _mutmut(
-        folder, "run", "--max-children", os.environ.get("WORKERS", "1"), *planted
-    )
+    workers = os.environ.get("WORKERS", "1")
+    status = _mutmut(folder, "run", "--max-children", workers, *planted).returncode
     if status:
         return status
     survivors = 0
@@ -199,8 +198,7 @@ def _planted(folder):
     """
     # mutmut makes all faults, and sees which tests reach them, before it looks for this
     # name.
-    command = [sys.executable, "-m", "mutmut", "run", "no such fault"]
-    subprocess.run(command, check=False, cwd=folder, capture_output=True)
+    _mutmut(folder, "run", "no such fault", capture_output=True)
     names = []
     for results in sorted((folder / "mutants" / "determined_amp").rglob("*.meta")):
         names += json.loads(results.read_text())["exit_code_by_key"]
@@ -232,16 +230,14 @@ def _changed(difference):
     )
 
 
-def _mutmut(folder, *arguments):
+def _mutmut(folder, *arguments, check=False, **options):
     command = [sys.executable, "-m", "mutmut", *arguments]
-    return subprocess.run(command, check=False, cwd=folder).returncode
+    return subprocess.run(command, check=check, cwd=folder, **options)
 
 
 def _said(folder, *arguments):
-    command = [sys.executable, "-m", "mutmut", *arguments]
-    return subprocess.run(
-        command, cwd=folder, check=True, capture_output=True, text=True
-    ).stdout
+    ended = _mutmut(folder, *arguments, check=True, capture_output=True, text=True)
+    return ended.stdout
 
 
 if __name__ == "__main__":
