@@ -41,19 +41,19 @@ ROOMS = {
     ),
     "finder": (
         "find_loss_scale finder first_overflow flush found_scale gradient_recorder "
-        "histogram prediction rehearsal scale_finding score"
+        "histogram prediction rehearsal scale_finding scoring"
     ),
     "local": "checkpoint training local trainer folder",
     "report": (
         "search_report master_runs figures precision_report "
         "comparison run_report sources"
     ),
-    "runs": "master_runs sources folder runs",
+    "runs": "master_runs sources folder run",
     "search": "search_plan space study",
     "trial": (
         "amp audit batches checkpoint contract equivalence fitting loss_scale "
         "fused_optimizers guard metrics misplaced mistakes mixed_precision notes "
-        "resumed folder schedules score several_optimizers unmodified"
+        "resumed folder schedules scoring several_optimizers unmodified"
     ),
 }
 
