@@ -44,6 +44,7 @@ LAUNCH = "python3 -m determined.launch"
         (f"{LAUNCH}.torch_distributed --trial a:B", "train", "a:B"),
         (f"{LAUNCH}.horovod --fused 1 --trial a:B", "train", "a:B"),
         ("python3 -m determined.exec.harness --trial a:B", "train", "a:B"),
+        ("python3 train.py --trial a:B", "", ""),
         (f"{LAUNCH}.torch_distributed python3 train.py", "", ""),
         (f"{LAUNCH}.torch_distributed python3 -m determined_amp find", "find", ""),
     ],
