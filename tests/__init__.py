@@ -1,3 +1,3 @@
-"""Tests; `tests.harness` trains, `tests.trials` and `tests.training` are what is
+"""Tests; `tests.harness` trains, `tests.trials` and `tests.run_here` are what is
 trained.
 """

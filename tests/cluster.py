@@ -14,7 +14,7 @@ from determined.common.api import bindings, errors
 from determined.experimental import client
 
 from determined_amp.runs.master import log_in
-from tests.training import ROOT, digest, outcome
+from tests.run_here import ROOT, digest, outcome
 
 ENDED = (
     client.ExperimentState.COMPLETED,

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from determined_amp.trial.mixed_precision import MixedPrecision
-from tests import training
+from tests import run_here
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def stand_ins():
         patch.setattr(MixedPrecision, "__init__", _as_if_fused(MixedPrecision.__init__))
         # A convolution's backward in float16 takes a CPU a hundred times as long as in
         # float32.
-        patch.setattr("trials.resnet50.resnet50", training.thin_resnet(1, 1, 1, 1))
+        patch.setattr("trials.resnet50.resnet50", run_here.thin_resnet(1, 1, 1, 1))
         # The compiler makes kernels for a minute; graphs are captured all the same.
         patch.setattr(torch, "compile", partial(_without_kernels, torch.compile))
         yield

@@ -30,7 +30,7 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.trial.controller import SafeController
 from determined_amp.trial.determined_private import controlled_by
 from determined_amp.trial.make import make_with_amp
-from tests.training import digest
+from tests.run_here import digest
 
 _SAVED = tempfile.TemporaryDirectory(prefix="checkpoints-")
 _RUNS, _TRIALS = itertools.count(), itertools.count(1)

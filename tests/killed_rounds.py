@@ -21,9 +21,9 @@ import time
 from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import read_metadata
 from determined_amp.runs.folder import complete_checkpoints
-from tests import training
+from tests import run_here
 from tests.harness import same_bits
-from tests.training import fork, wait
+from tests.run_here import fork, wait
 
 # What a run imports only when it needs it; a child would import it again in every
 # round.
@@ -61,7 +61,7 @@ def start_or_resume(folder):
     """
     if complete_checkpoints(folder / "checkpoints"):
         return door.run(["train", "--resume", str(folder)])
-    words = training.arguments("mlp/amp.yaml", *LONG)
+    words = run_here.arguments("mlp/amp.yaml", *LONG)
     return door.run(["train", *words, "--run-folder", str(folder)])
 
 
@@ -76,7 +76,7 @@ def load_every_checkpoint(folder):
     for path in (folder / "checkpoints").glob("batch-*"):
         batches = int(path.name.removeprefix("batch-"))
         assert read_metadata(path)["steps_completed"] == batches
-        callbacks = training.checkpoint(folder, batches)["callbacks"]
+        callbacks = run_here.checkpoint(folder, batches)["callbacks"]
         counts = callbacks["determined_amp.mixed_precision"]["optimizers"][0]
         assert counts["attempted"] == batches // 5
         assert (path / "code" / "mine.py").read_text() == MINE
@@ -85,9 +85,9 @@ def load_every_checkpoint(folder):
 def compare(folder, undisturbed):
     """Same final state, and the same reports, each of them once."""
     runs = (folder, undisturbed)
-    assert same_bits(*(training.checkpoint(run, BATCHES) for run in runs))
+    assert same_bits(*(run_here.checkpoint(run, BATCHES) for run in runs))
     one, other = (
-        [(line["group"], line["batches"]) for line in training.metrics(run)]
+        [(line["group"], line["batches"]) for line in run_here.metrics(run)]
         for run in runs
     )
     assert one == other

@@ -10,7 +10,7 @@ from determined_amp.runs.folder import STUDY_FILE, trial_folder
 from determined_amp.runs.run import SEED
 from determined_amp.search.search_folder import write_config
 from tests.precisions import CPU, made_on, write_record
-from tests.training import ROOT, SMALL
+from tests.run_here import ROOT, SMALL
 
 SEARCH = with_overrides(
     read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),

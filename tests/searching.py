@@ -16,7 +16,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
 from determined_amp.search.trial_process import TrialProcess
-from tests.training import ROOT, write_yaml
+from tests.run_here import ROOT, write_yaml
 
 # Python 3.12 warns of threads, of which the fork has none.
 FORKS = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -46,7 +46,7 @@ from tests.loops import (
     make_model,
     one_model,
 )
-from tests.training import ROOT, computed
+from tests.run_here import ROOT, computed
 
 WINDOW = 2
 ADDED = ("batches", "epochs")  # by Determined, to each report

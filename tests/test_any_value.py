@@ -17,7 +17,7 @@ from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
-from tests import training
+from tests import run_here
 
 # The same examples in every run, and no opinion on how busy the machine is.
 BOUNDED = settings(
@@ -28,9 +28,9 @@ BOUNDED = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 
-_YAML = training.ROOT / "experiment_configs" / "mlp" / "amp.yaml"
+_YAML = run_here.ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 SOUND = yaml.safe_load(_YAML.read_text())
-_GRID = training.ROOT / "hp_search" / "loss_scale_grid.yaml"
+_GRID = run_here.ROOT / "hp_search" / "loss_scale_grid.yaml"
 SEARCH = yaml.safe_load(_GRID.read_text())
 
 

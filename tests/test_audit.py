@@ -19,7 +19,7 @@ from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
-from tests import training
+from tests import run_here
 from tests.harness import batches_of, fit, same_bits
 from tests.strangers import Stranger
 from tests.trials import Converted
@@ -31,7 +31,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def options(config, *overrides):
     """Arguments of the command, with a small batch."""
-    return training.changing(config, "hyperparameters.global_batch_size=8", *overrides)
+    return run_here.changing(config, "hyperparameters.global_batch_size=8", *overrides)
 
 
 def audit_of(config):

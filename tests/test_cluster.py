@@ -27,7 +27,7 @@ from tests.cluster import (
     last_line,
     metrics,
 )
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 pytestmark = pytest.mark.cluster
 

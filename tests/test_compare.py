@@ -49,8 +49,8 @@ from tests import searching, strangers
 from tests.cluster_task import start_task
 from tests.precisions import run
 from tests.reporting import found_scale
+from tests.run_here import write_yaml
 from tests.searching import DEAD, Ended, Staged
-from tests.training import write_yaml
 
 DONE = ({"group": "start", "batches": 0, "epoch_batches": 16}, Ended())
 

@@ -19,7 +19,7 @@ from determined_amp.amp.rehearse.precision_audit import ProductCount
 from determined_amp.amp.rehearse.rehearsal import Rehearsal
 from determined_amp.amp.settings import Compile
 from determined_amp.amp.slots import OneSlot
-from tests import training
+from tests import run_here
 from tests.harness import fit_as_it_is, refusal, same_bits
 from tests.trials import Converted, Plain, Weights
 
@@ -200,12 +200,12 @@ class TestRun:
     def test_compiled_model_trains_as_itself_in_one_graph_and_resumes_to_the_bit(
         self, tmp_path
     ):
-        eager = training.run_small("mlp/amp.yaml", tmp_path / "eager")
+        eager = run_here.run_small("mlp/amp.yaml", tmp_path / "eager")
         assert graphs() == 0
-        with training.killed_in_batch(9):
-            training.run_small("mlp/amp.yaml", tmp_path / "compiled", ON)
+        with run_here.killed_in_batch(9):
+            run_here.run_small("mlp/amp.yaml", tmp_path / "compiled", ON)
         assert graphs() == 1  # with validations, checkpoints and the audit in between
-        assert weights(training.resume(tmp_path / "compiled")) == weights(eager)
+        assert weights(run_here.resume(tmp_path / "compiled")) == weights(eager)
 
     def test_compiled_unmodified_trial_trains_as_the_converted_one(self):
         amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "compile": "default"}
@@ -221,4 +221,4 @@ class TestRun:
 
 
 def weights(folder):
-    return training.digest(training.checkpoint(folder, 12)["models_state_dict"])
+    return run_here.digest(run_here.checkpoint(folder, 12)["models_state_dict"])

@@ -12,7 +12,7 @@ from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.entrypoint import Task
 from determined_amp.search.search_plan import SearchPlan
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 CONFIGS = ROOT / "experiment_configs"
 

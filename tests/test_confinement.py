@@ -18,8 +18,8 @@ from determined_amp import __main__ as door
 from determined_amp.check import scratch
 from determined_amp.check.confinement import confine
 from tests.habits import Habit
+from tests.run_here import fork, outcome, wait
 from tests.test_check import experiment
-from tests.training import fork, outcome, wait
 from tests.writes import WRITES, files_of, make_files
 
 # Changes the files of a user in every way, each way in a folder of its own.

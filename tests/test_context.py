@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from determined.common import detignore, v1file_utils
 
+from tests.run_here import ROOT
 from tests.test_imports import imports
-from tests.training import ROOT
 
 CODE = {"determined_amp", "trials"}
 SENT = CODE | {"startup-hook.sh", "pyproject.toml"}

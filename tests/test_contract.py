@@ -18,7 +18,7 @@ import torch
 from determined_amp import __main__ as door
 from determined_amp.amp.settings import Precision
 from determined_amp.runs.folder import complete_checkpoints
-from tests import training
+from tests import run_here
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.test_never_waits import train as train_on_fake_cuda
 from trials.data import loading
@@ -109,7 +109,7 @@ every_example = pytest.mark.parametrize("name", EXAMPLES)
 def _thin_resnet():
     """A block a stage instead of 16; 16 convolutions."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trials.resnet50.resnet50", training.thin_resnet(1, 1, 1, 1))
+        patch.setattr("trials.resnet50.resnet50", run_here.thin_resnet(1, 1, 1, 1))
         yield
 
 
@@ -134,7 +134,7 @@ def start(name, folder, precision, *overrides):
     scaling = SCALING * (precision is Precision.AMP_FP16)
     amp = f"hyperparameters.amp={{precision: {precision.value}{scaling}}}"
     changes = (*RUN, *example.overrides, amp, *overrides)
-    words = training.changing(example.config, *changes)
+    words = run_here.changing(example.config, *changes)
     torch.manual_seed(0)
     return door.main(["train", *words, "--run-folder", str(folder)])
 
@@ -154,7 +154,7 @@ def trial_class(name):
     ],
 )
 def test_example_trains_and_passes_its_audit_in_every_precision(name, precision, runs):
-    reports = training.metrics(runs(name, precision))
+    reports = run_here.metrics(runs(name, precision))
     assert reports[0]["watch_audit_share"] > 0.99
     last = [report for report in reports if report["group"] == "training"][-1]
     assert (last["watch_applied_steps"], last.get("skipped_steps", 0)) == (
@@ -176,18 +176,18 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(name, runs, tmp_path):
     reports.
     """
     killed = tmp_path / "killed"
-    with training.killed_in_batch(6, trial_class(name)):
+    with run_here.killed_in_batch(6, trial_class(name)):
         start(name, killed, Precision.AMP_FP16)
     assert complete_checkpoints(killed / "checkpoints")[-1].name == "batch-00000004"
     # reported before, and trained again
-    assert training.metrics(killed)[-1]["batches"] == 6
-    training.resume(killed)
+    assert run_here.metrics(killed)[-1]["batches"] == 6
+    run_here.resume(killed)
     whole = runs(name, Precision.AMP_FP16)
-    states = [training.checkpoint(run, BATCHES) for run in (whole, killed)]
-    assert training.digest(states[0]) == training.digest(states[1])
+    states = [run_here.checkpoint(run, BATCHES) for run in (whole, killed)]
+    assert run_here.digest(states[0]) == run_here.digest(states[1])
     # A resumed process is audited again.
     of_both = [
-        training.same_numbers(run, "watch_audit_share") for run in (whole, killed)
+        run_here.same_numbers(run, "watch_audit_share") for run in (whole, killed)
     ]
     assert of_both[0] == of_both[1]
 
@@ -240,7 +240,7 @@ def test_guard_ends_a_run_that_no_longer_trains(
     assert "not finite in samples [2]" in message
     saved = complete_checkpoints(tmp_path / "checkpoints")[-1]
     assert saved.name == f"batch-{newest:08d}"
-    weights = training.checkpoint(tmp_path, newest)["models_state_dict"][0]
+    weights = run_here.checkpoint(tmp_path, newest)["models_state_dict"][0]
     assert all(torch.isfinite(value).all() for value in weights.values())
 
 

@@ -31,7 +31,7 @@ from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.mutants import AFTERWARDS, ROOMS
 from tests.pages import blocks, commands
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()

@@ -5,7 +5,7 @@ import pytest
 from determined_amp.experiment.entrypoint import Task, named_trial, with_trial
 from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.overrides import with_overrides
-from tests.training import STRANGE
+from tests.run_here import STRANGE
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
-from tests import loops, training
+from tests import loops, run_here
 from tests.harness import same_bits
 from trials.data import images as data
 from trials.data.loading import EpochSampler
@@ -67,9 +67,9 @@ def trained_by_hand(config):
 )
 def test_command_trains_as_torchs_own_loop(name, overrides, tmp_path):
     path, changes = f"mlp/{name}.yaml", (*FOUR_EPOCHS, *overrides)
-    raw = experiment.read_yaml(str(training.ROOT / "experiment_configs" / path))
-    config = experiment.parse(with_overrides(raw, (*training.SMALL, *changes)), path)
+    raw = experiment.read_yaml(str(run_here.ROOT / "experiment_configs" / path))
+    config = experiment.parse(with_overrides(raw, (*run_here.SMALL, *changes)), path)
     weights, scale = trained_by_hand(config)
-    saved = training.checkpoint(training.run_small(path, tmp_path, *changes), 12)
+    saved = run_here.checkpoint(run_here.run_small(path, tmp_path, *changes), 12)
     assert same_bits(weights, saved["models_state_dict"][0])
     assert saved.get("scaler_state_dict", {"scale": 1.0})["scale"] == scale

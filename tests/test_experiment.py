@@ -22,7 +22,7 @@ from determined_amp.experiment.dotted import put
 from determined_amp.experiment.hyperparameters import with_power_of_two
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
-from tests import training
+from tests import run_here
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
 _LENGTHS = ("max_length", "validation_period", "checkpoint_period", "reporting_period")
@@ -45,7 +45,7 @@ def changed(values):
 
 def problems_of(values):
     """The problems of the changed YAML, again with `hp` for hyperparameters."""
-    found = training.problems_of(changed(values))
+    found = run_here.problems_of(changed(values))
     return [problem.replace("hyperparameters", "hp", 1) for problem in found]
 
 
@@ -183,7 +183,7 @@ def test_training_reads_every_section_once(tmp_path, monkeypatch):
 
     for module in (fields, settings):
         monkeypatch.setattr(module, "fill", count)
-    training.run_small("mlp/amp.yaml", tmp_path)
+    run_here.run_small("mlp/amp.yaml", tmp_path)
     sections = (
         "CommonHyperparameters AmpSettings TrainingSettings MLPHparams DataSettings "
         "Platform Searcher Reproducibility Resources"
@@ -212,7 +212,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("form", ["ours", "Determined's"])
 def test_configuration_of_an_experiment_and_of_its_variant_reads_as_the_same(form):
-    path = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
+    path = str(run_here.ROOT / "experiment_configs/mlp/amp.yaml")
     given = experiment.read_yaml(path) if form == "ours" else THEIRS
     made = experiment.experiment_in(given, "x", drawn_seed=5)
     key = made.key_of("max_length")

@@ -7,7 +7,7 @@ from determined_amp.experiment.experiment import experiment_in, parse
 from determined_amp.experiment.factory import load_factory
 from determined_amp.local.open_trial import open_trial
 from tests import strangers
-from tests.training import STRANGE, problems_of
+from tests.run_here import STRANGE, problems_of
 
 
 def made(name):

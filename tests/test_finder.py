@@ -22,7 +22,7 @@ from determined_amp.finder.scale_finding import (
 )
 from determined_amp.finder.scale_score import choice_of
 from tests.loss_scale import ALL, first_failing, looked_at, skipped_steps
-from tests.training import arguments, run_small
+from tests.run_here import arguments, run_small
 
 
 def measured_first_overflow(batches):

@@ -11,8 +11,8 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.mixed_precision import MixedPrecision
+from tests.run_here import STRANGE
 from tests.strangers import Stranger
-from tests.training import STRANGE
 
 
 @pytest.fixture

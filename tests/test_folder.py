@@ -32,14 +32,14 @@ from determined_amp.runs.folder import (
     lock,
 )
 from determined_amp.trial.checkpoint import CheckpointError
-from tests import training
+from tests import run_here
 from tests.harness import same_bits
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with checkpoints after 8 (the best) or 12 batches; copied by `run`."""
-    return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("finished"))
+    return run_here.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture
@@ -202,20 +202,20 @@ def test_full_disk_during_a_checkpoint_leaves_the_one_before(tmp_path, refusal):
     The weights are the largest file of the run.
     """
     wide = "hyperparameters.hidden_features=512"
-    training.run_small("mlp/fp32.yaml", tmp_path, wide)
-    checkpoints, before = tmp_path / "checkpoints", training.checkpoint(tmp_path, 12)
+    run_here.run_small("mlp/fp32.yaml", tmp_path, wide)
+    checkpoints, before = tmp_path / "checkpoints", run_here.checkpoint(tmp_path, 12)
     size = (checkpoints / "batch-00000012" / "state_dict.pth").stat().st_size
     longer = ["--config", "hyperparameters.training.max_length.batches=16"]
-    with training.no_file_larger_than(size - 10_000):
+    with run_here.no_file_larger_than(size - 10_000):
         message = refusal("train", "--resume", str(tmp_path), *longer)
     assert "could not be saved (is the disk full?)" in message
     assert "batch-00000016" in message
     assert "intact" in message
-    assert training.end(tmp_path)[0] == "stopped"  # so a search leaves the trial open
+    assert run_here.end(tmp_path)[0] == "stopped"  # so a search leaves the trial open
     assert names_in(checkpoints)[-1] == "batch-00000012"
     assert not list(checkpoints.glob(".*"))
-    assert same_bits(training.checkpoint(tmp_path, 12), before)
-    training.resume(tmp_path)
+    assert same_bits(run_here.checkpoint(tmp_path, 12), before)
+    run_here.resume(tmp_path)
     assert names_in(checkpoints)[-1] == "batch-00000016"
 
 
@@ -240,22 +240,22 @@ def test_folder_that_no_run_can_use_is_a_sentence(
 ):
     (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / there).write_text("mine")
-    arguments = training.arguments("mlp/bf16.yaml")
+    arguments = run_here.arguments("mlp/bf16.yaml")
     assert words in refusal("train", *arguments, "--run-folder", str(tmp_path / folder))
     assert (tmp_path / there).read_text() == "mine"
 
 
 def test_folder_of_a_run_that_was_killed_before_its_first_checkpoint_is_taken(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with training.killed_in_batch(2):
-        training.run_small("mlp/bf16.yaml", tmp_path)
-    training.run_small("mlp/bf16.yaml", tmp_path)
-    assert training.end(tmp_path) == ("completed", "", 12)
+    with run_here.killed_in_batch(2):
+        run_here.run_small("mlp/bf16.yaml", tmp_path)
+    run_here.run_small("mlp/bf16.yaml", tmp_path)
+    assert run_here.end(tmp_path) == ("completed", "", 12)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_second_process_is_told_which_one_writes(tmp_path):
-    with training.locked_by_another_process(tmp_path) as number:
+    with run_here.locked_by_another_process(tmp_path) as number:
         refused = pytest.raises(UserError, match=f"process {number} is running this")
         with refused, lock(RunFolder(tmp_path).shown, "this run"):
             pass
@@ -264,7 +264,7 @@ def test_second_process_is_told_which_one_writes(tmp_path):
 
 
 def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path):
-    yaml_of_mlp = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
+    yaml_of_mlp = str(run_here.ROOT / "experiment_configs/mlp/amp.yaml")
     experiment = parse(read_yaml(yaml_of_mlp), yaml_of_mlp)
     for first_batch in (0, 8, 12, 8):
         run = RunFolder(tmp_path).describe(
@@ -310,12 +310,12 @@ def test_reports_after_a_checkpoint_are_forgotten_unless_the_disk_is_full(tmp_pa
     for batches in range(8):
         folder.append_metrics({"group": "training", "batches": batches})
     before = folder.metrics.read_bytes()
-    full = training.no_file_larger_than(len(before) // 4)
+    full = run_here.no_file_larger_than(len(before) // 4)
     with full, pytest.raises(OSError, match="large"):
         folder.forget_metrics_after(6)
     assert folder.metrics.read_bytes() == before
     folder.forget_metrics_after(4)
-    assert [line["batches"] for line in training.metrics(tmp_path)] == [*range(5)]
+    assert [line["batches"] for line in run_here.metrics(tmp_path)] == [*range(5)]
 
 
 def test_code_in_a_checkpoint_is_that_of_the_directory_without_packages(

@@ -18,7 +18,7 @@ from benchmarks.small_trials import SummedLoss
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.scale_finding import find_range
-from tests import gpu, test_never_waits, training
+from tests import gpu, run_here, test_never_waits
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
 from tests.loss_scale import looked_at, skipped_steps
 from tests.test_never_waits import BATCHES, ReadsTheLoss
@@ -293,13 +293,13 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(tmp_path):
     """
 
     def run(name, *overrides):
-        return training.run_small("mlp/amp.yaml", tmp_path / name, *MOVING, *overrides)
+        return run_here.run_small("mlp/amp.yaml", tmp_path / name, *MOVING, *overrides)
 
-    with training.killed_in_batch(10):
+    with run_here.killed_in_batch(10):
         run("resumed")
     whole, other = run("whole"), run("other", "reproducibility.experiment_seed=1")
-    folders = (training.resume(tmp_path / "resumed"), whole, other)
-    ends = [training.digest(training.checkpoint(folder, 12)) for folder in folders]
+    folders = (run_here.resume(tmp_path / "resumed"), whole, other)
+    ends = [run_here.digest(run_here.checkpoint(folder, 12)) for folder in folders]
     assert ends[0] == ends[1] != ends[2]
 
 
@@ -327,14 +327,14 @@ def test_compiled_training_has_the_losses_of_the_eager_one(precision, tmp_path):
 
     def run(mode):
         given = amp(precision=precision.value, compile=mode)
-        return training.run_small("mlp/fp32.yaml", tmp_path / mode, *given)
+        return run_here.run_small("mlp/fp32.yaml", tmp_path / mode, *given)
 
     graphs = torch._dynamo.utils.counters["stats"]
     eager, before = run("false"), graphs["unique_graphs"]
     compiled = run("default")
     assert graphs["unique_graphs"] > before
     for one, other in zip(
-        training.metrics(eager), training.metrics(compiled), strict=True
+        run_here.metrics(eager), run_here.metrics(compiled), strict=True
     ):
         for name in {"loss", "validation_loss"} & one.keys():
             assert other[name] == pytest.approx(one[name], rel=2e-2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import determined_amp
-from tests import training
+from tests import run_here
 
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
@@ -112,7 +112,7 @@ def loaded():
         "if name.startswith('determined_amp.')})"
     )
     script = "".join(f"{program}\n{say}\n" for program in PROGRAMS.values())
-    run = training.outcome("-W", "ignore", "-c", f"import sys\n{script}", check=True)
+    run = run_here.outcome("-W", "ignore", "-c", f"import sys\n{script}", check=True)
     lines = [set(line.split()) for line in run.stdout.splitlines()]
     return dict(zip(PROGRAMS, lines, strict=True))
 

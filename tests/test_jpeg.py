@@ -6,7 +6,7 @@ import json
 
 from benchmarks import jpeg
 from benchmarks.measured import RESULTS
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 
 def test_page_quotes_the_committed_numbers():

@@ -14,7 +14,7 @@ import pytest
 from determined_amp import __main__ as door
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
-from tests import searching, training
+from tests import run_here, searching
 
 KEPT = Path(__file__).parent / "kept_folders"
 
@@ -31,7 +31,7 @@ def kept(tmp_path, monkeypatch):
 def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(kept):
     assert door.main(["train", "--resume", "killed"]) == 0
     before, after = (
-        training.checkpoint(kept / folder, 32) for folder in ("undisturbed", "killed")
+        run_here.checkpoint(kept / folder, 32) for folder in ("undisturbed", "killed")
     )
     for content in (before, after):
         # Callbacks without a state come and go; torch 2.3 keeps less of a scheduler.
@@ -42,10 +42,10 @@ def test_killed_run_of_an_older_checkout_ends_as_one_that_nothing_disturbed(kept
             schedule["_last_lr"],
         )
     for part in before:
-        assert training.digest(after[part]) == training.digest(before[part]), part
+        assert run_here.digest(after[part]) == run_here.digest(before[part]), part
     # A resume makes the audit again.
     killed, undisturbed = (
-        training.same_numbers(kept / name, "watch_audit_share")
+        run_here.same_numbers(kept / name, "watch_audit_share")
         for name in ("killed", "undisturbed")
     )
     assert killed == undisturbed

@@ -8,7 +8,7 @@ from torch.nn import functional
 from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import with_overrides
-from tests.training import ROOT, changing, checkpoint, metrics, run
+from tests.run_here import ROOT, changing, checkpoint, metrics, run
 from trials.data.clips import load as load_clips
 from trials.data.loading import Sample
 from trials.models.denoiser import Denoiser

@@ -20,7 +20,7 @@ from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import Resume
 from determined_amp.local.logs import logging_to
 from determined_amp.runs.folder import complete_checkpoints, read_run
-from tests import training
+from tests import run_here
 from trials.mlp import MLPTrial
 
 SMALLEST = "hyperparameters.global_batch_size=2"
@@ -28,7 +28,7 @@ SMALLEST = "hyperparameters.global_batch_size=2"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("local"))
+    return run_here.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("local"))
 
 
 def test_warnings_that_a_user_can_act_on_are_in_the_log_and_on_the_terminal(tmp_path):
@@ -105,28 +105,28 @@ class TestRecordOfTheEnd:
         """The batch of the signal is trained, and so is the next, which is followed by
         a report.
         """
-        arguments = training.arguments("mlp/fp32.yaml")
-        with training.before_batch(
+        arguments = run_here.arguments("mlp/fp32.yaml")
+        with run_here.before_batch(
             4, lambda trial: signal.raise_signal(signal.SIGTERM)
         ):
             assert door.run(["train", *arguments, "--run-folder", str(tmp_path)]) == 130
         assert f"go on: det-amp train --resume {tmp_path}\n" in (
             capsys.readouterr().out
         )
-        stopped = training.end(tmp_path)
+        stopped = run_here.end(tmp_path)
         assert stopped == ("stopped", "stopped by SIGTERM", 6)
         with monkeypatch.context() as patch:
             patch.setattr(MLPTrial, "__init__", Mock(side_effect=OSError("no data")))
             with pytest.raises(OSError, match="no data"):
-                training.resume(tmp_path)
-        assert training.end(tmp_path) == stopped  # it has trained nothing
+                run_here.resume(tmp_path)
+        assert run_here.end(tmp_path) == stopped  # it has trained nothing
         seen = []
-        with training.before_batch(
-            6, lambda trial: seen.append(training.end(tmp_path)[0])
+        with run_here.before_batch(
+            6, lambda trial: seen.append(run_here.end(tmp_path)[0])
         ):
-            training.resume(tmp_path)
+            run_here.resume(tmp_path)
         assert {*seen} == {"running"}  # an audit rehearses the batch
-        assert training.end(tmp_path) == ("completed", "", 12)
+        assert run_here.end(tmp_path) == ("completed", "", 12)
 
     @pytest.mark.parametrize(
         ("do", "error", "state", "reason"),
@@ -161,9 +161,9 @@ class TestRecordOfTheEnd:
     def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
         self, tmp_path, capsys, *, do, error, state, reason
     ):
-        with training.before_batch(4, do), pytest.raises(error):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-        recorded, why, batches = training.end(tmp_path)
+        with run_here.before_batch(4, do), pytest.raises(error):
+            run_here.run_small("mlp/fp32.yaml", tmp_path)
+        recorded, why, batches = run_here.end(tmp_path)
         assert (recorded, batches) == (state, 4)
         assert why.startswith(reason)
         assert "\n" not in why
@@ -173,11 +173,11 @@ class TestRecordOfTheEnd:
         assert ("go on: " in capsys.readouterr().out) is (state == "stopped")
 
     def test_stop_that_the_trial_asks_for_is_recorded(self, tmp_path):
-        with training.before_batch(
+        with run_here.before_batch(
             4, lambda trial: trial.context.set_stop_requested(True)
         ):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-        assert training.end(tmp_path)[:2] == ("stopped", "the trial asked to stop")
+            run_here.run_small("mlp/fp32.yaml", tmp_path)
+        assert run_here.end(tmp_path)[:2] == ("stopped", "the trial asked to stop")
 
     def test_weights_that_are_lost_displace_no_good_checkpoint(self, tmp_path):
         """Lost in batch 5 of 12: the guard looks after 12, a checkpoint is saved after
@@ -185,10 +185,10 @@ class TestRecordOfTheEnd:
         """
         period = "hyperparameters.training.{}_period.batches=12".format
         goes_on = "hyperparameters.amp.on_overflow=warn"
-        rare = training.arguments(
+        rare = run_here.arguments(
             "mlp/fp32.yaml", period("reporting"), period("validation"), goes_on
         )
-        with training.before_batch(4, lose_the_weights):
+        with run_here.before_batch(4, lose_the_weights):
             assert door.main(["train", *rare, "--run-folder", str(tmp_path)]) == 0
         kept = [path.name for path in complete_checkpoints(tmp_path / "checkpoints")]
         assert kept == ["batch-00000004", "batch-00000012"]
@@ -206,7 +206,7 @@ def test_photo_that_cannot_be_decoded_is_named(tmp_path, refusal):
     damaged.write_bytes(damaged.read_bytes()[:20])
     photos = ("dataset=image_folder", f"directory={tmp_path / 'photos'}", "workers=1")
     changes = (*(f"data.{each}" for each in photos), "data.classes=2", SMALLEST)
-    words = training.arguments("mlp/amp.yaml", *changes)
+    words = run_here.arguments("mlp/amp.yaml", *changes)
     said = refusal("train", *words, "--run-folder", str(tmp_path / "run"))
     assert f"{damaged}: cannot be decoded: " in said
 
@@ -233,27 +233,27 @@ def test_run_leaves_nothing_but_its_folder_wherever_the_trial_goes(here, capsys)
     itself. The code of a checkpoint is that of the directory where the run began.
     """
     (here / "big").touch()
-    words = ["train", *training.arguments("mlp/bf16.yaml")]
-    with training.before_batch(8, interrupt_twice):
+    words = ["train", *run_here.arguments("mlp/bf16.yaml")]
+    with run_here.before_batch(8, interrupt_twice):
         assert door.main(words) == 130
     (run,) = here.glob("runs/*/*")
     assert f"--resume {run.relative_to(here)}\n" in capsys.readouterr().out
     assert run.parent.name == "mlp-bf16"
-    assert training.end(run) == ("stopped", "stopped by SIGINT", 8)
+    assert run_here.end(run) == ("stopped", "stopped by SIGINT", 8)
     assert {path.name for path in here.iterdir()} == {"big", "runs"}
     assert [path.name for path in (here.parent / "elsewhere").iterdir()] == ["trials"]
     assert not [*run.rglob("other.py"), *run.rglob("big")]
 
 
 def test_finder_writes_where_it_was_called(here):
-    arguments = training.arguments("mlp/amp.yaml")
+    arguments = run_here.arguments("mlp/amp.yaml")
     assert door.run(["find", *arguments, "--batches", "2", "--json", "scale.json"]) == 0
     assert (here / "scale.json").is_file()
 
 
 def test_run_that_has_nothing_left_to_train_says_so(folder, capsys):
     capsys.readouterr()
-    training.resume(folder)
+    run_here.resume(folder)
     said = "12 batches are trained, which is all that it asks for; to go on, give it a"
     key = "hyperparameters.training.max_length"
     shown = capsys.readouterr().out

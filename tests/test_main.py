@@ -19,7 +19,7 @@ from determined_amp.amp.errors import UserError
 from determined_amp.cli import audit_batch
 from determined_amp.experiment.experiment import read_yaml
 from tests.cluster_task import start_task
-from tests.training import ROOT
+from tests.run_here import ROOT
 from trials.data.images import digit_scans
 
 BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))

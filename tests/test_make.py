@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 # In the place of Python, pip and uv: it notes its arguments, and makes an environment.
 STUB = """#!/bin/sh

@@ -10,7 +10,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import NO_AMP_SECTION, parse
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
-from tests.training import STRANGE, problems_of, write_yaml
+from tests.run_here import STRANGE, problems_of, write_yaml
 from tests.trials import Weights
 
 PLAIN = with_overrides(

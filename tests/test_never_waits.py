@@ -28,7 +28,7 @@ from tests import habits
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import fit
 from tests.loops import ReadsFoundInf
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 CONFIGS = ROOT / "experiment_configs"
 BATCHES = 12

@@ -16,7 +16,7 @@ from determined_amp.runs.run import RunState, curve_of
 from determined_amp.search import optimize
 from determined_amp.search.search_display import line_of_a_trial
 from determined_amp.search.search_folder import read_search
-from tests import searching, training
+from tests import run_here, searching
 from tests.reporting import write_study
 
 LEAVING = "hyperparameters.trial=tests.mortal:LeavingTrial"
@@ -102,7 +102,7 @@ def test_full_disk_stops_the_search_and_a_resume_goes_on(tmp_path, refusal):
     alone, config = tmp_path / "alone", Path(resumed.name) / "config.yaml"
     assert door.run(["train", str(config), "--run-folder", str(alone)]) == 0
     weights = [
-        training.digest(training.checkpoint(run, 8)["models_state_dict"])
+        run_here.digest(run_here.checkpoint(run, 8)["models_state_dict"])
         for run in (Path(resumed.name), alone)
     ]
     assert weights[0] == weights[1]
@@ -154,8 +154,8 @@ def test_killed_search_continues_where_it_was(tmp_path, monkeypatch):
     with monkeypatch.context() as planted:
         planted.setattr(optimize, "line_of_a_trial", kill)
         work = partial(door.run, ["search", path, "--workers", "2"])
-        search = training.fork(work, tmp_path / "printed")
-        assert training.wait(search) == -signal.SIGKILL
+        search = run_here.fork(work, tmp_path / "printed")
+        assert run_here.wait(search) == -signal.SIGKILL
     folder = searching.only_folder(tmp_path)
     before = read_search(folder)
     assert before.ranked()
@@ -181,8 +181,8 @@ def assert_goes_on(folder, before, points):
 def test_trial_of_a_search_loads_by_forks_and_its_data_needs_no_pickling(tmp_path):
     seeds = "hyperparameters.trial_seed={type: categorical, vals: [1, 2]}"
     loads = "entrypoint=tests.strangers:WithLoaderProcesses"
-    config = with_overrides(training.STRANGE, ["searcher.name=grid", seeds, loads])
-    assert door.run(["search", training.write_yaml(tmp_path, config)]) == 0
+    config = with_overrides(run_here.STRANGE, ["searcher.name=grid", seeds, loads])
+    assert door.run(["search", run_here.write_yaml(tmp_path, config)]) == 0
     one, two = read_search(searching.only_folder(tmp_path)).runs
     assert one.state is two.state is RunState.COMPLETED
     assert one.metrics["val_loss"] != two.metrics["val_loss"]
@@ -190,5 +190,5 @@ def test_trial_of_a_search_loads_by_forks_and_its_data_needs_no_pickling(tmp_pat
 
 def test_second_process_on_a_search_is_refused(tmp_path, refusal):
     folder = write_study(tmp_path / "study", [])
-    with training.locked_by_another_process(folder):
+    with run_here.locked_by_another_process(folder):
         assert "is running this search" in refusal("search", "--resume", str(folder))

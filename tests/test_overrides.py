@@ -8,7 +8,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
-from tests.training import STRANGE
+from tests.run_here import STRANGE
 
 
 def test_overrides_set_nested_values_and_leave_their_input_alone():

@@ -10,8 +10,8 @@ import zipfile
 import pytest
 
 import determined_amp
-from tests import training
-from tests.training import ROOT
+from tests import run_here
+from tests.run_here import ROOT
 
 TEMPLATE = ROOT / "docs" / "your_trial"
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -28,7 +28,7 @@ hp_search pyproject.toml startup-hook.sh tests trials
 def ended(*command, cwd, path=""):
     """What a Python program printed that finds packages under `path`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path)}
-    done = training.outcome(*command, cwd=cwd, env=environment, timeout=300)
+    done = run_here.outcome(*command, cwd=cwd, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -122,7 +122,7 @@ def test_wheel_holds_the_whole_library_and_nothing_else(wheel):
 
 
 def test_wheel_trains_a_stranger_in_float16_and_audits_it(trained):
-    first, *_, last = training.metrics(trained)
+    first, *_, last = run_here.metrics(trained)
     assert (last["group"], last["batches"]) == ("validation", 200)
     assert last["accuracy"] > 0.9
     assert first["watch_audit_share"] == 1.0
@@ -140,7 +140,7 @@ def test_installed_command_explains_a_finding_without_a_page(installed, tmp_path
 
 
 def test_determined_itself_opens_the_checkpoint_with_the_wheel(installed, trained):
-    (weights,) = training.checkpoint(trained, 200)["models_state_dict"]
+    (weights,) = run_here.checkpoint(trained, 200)["models_state_dict"]
     total = float(sum(weight.double().sum() for weight in weights.values()))
     of_the_wheel = str(installed / "determined_amp" / "__init__.py")
     opened = (trained / "opened").read_text().splitlines()

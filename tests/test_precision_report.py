@@ -18,7 +18,7 @@ from determined_amp.runs.run import RunState
 from determined_amp.trial.notes import in_parts
 from tests.precisions import CPU, RESOLVED, TRAINED, made_on, write_run
 from tests.report_master import TRIAL, Master, report, serving
-from tests.training import ROOT, metrics, run_small
+from tests.run_here import ROOT, metrics, run_small
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import distributed
 from determined_amp.amp.errors import UserError
 from determined_amp.local.processes import StopOnSignal, on_stop_signals, process_group
 from determined_amp.runs.run import RunState
-from tests import strangers, training, two_ranks
+from tests import run_here, strangers, two_ranks
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
     """What two ranks left: their output in `output`, a small MLP run in `two`."""
     folder = tmp_path_factory.mktemp("ranks")
     output = folder / "output"
-    status = training.wait(training.fork(lambda: two_ranks.start(folder), output))
+    status = run_here.wait(run_here.fork(lambda: two_ranks.start(folder), output))
     assert status == 0, output.read_text()
     return folder
 
@@ -145,10 +145,10 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(folder, tmp_path):
     A sum of 32 terms regrouped is off by a few 2^-24 relative; 12 Adam steps of 1e-3
     keep the loss within 1e-5 of 2.3.
     """
-    assert training.end(folder / "two") == ("completed", "", 12)
-    one = training.run_small("mlp/fp32.yaml", tmp_path)
+    assert run_here.end(folder / "two") == ("completed", "", 12)
+    one = run_here.run_small("mlp/fp32.yaml", tmp_path)
     for alone, together in zip(
-        training.metrics(one), training.metrics(folder / "two"), strict=True
+        run_here.metrics(one), run_here.metrics(folder / "two"), strict=True
     ):
         assert together["batches"] == alone["batches"]
         for name in {"loss", "validation_loss", "watch_grad_norm"} & alone.keys():
@@ -158,9 +158,9 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(folder, tmp_path):
 def test_two_ranks_train_compiled_as_they_do_without(folder):
     assert [rank["graphs"] for rank in lines_of(folder, "compiled")] == [1, 1]
     two, compiled = (
-        training.checkpoint(folder / name, 12) for name in ("two", "compiled")
+        run_here.checkpoint(folder / name, 12) for name in ("two", "compiled")
     )
-    assert training.digest(two["models_state_dict"]) == training.digest(
+    assert run_here.digest(two["models_state_dict"]) == run_here.digest(
         compiled["models_state_dict"]
     )
 
@@ -172,7 +172,7 @@ def test_global_batch_size_that_the_ranks_do_not_divide_is_refused(folder):
     assert (
         "got 33, which does not divide among 2 slots" in (folder / "output").read_text()
     )
-    assert training.end(folder / "odd")[0] == "failed"
+    assert run_here.end(folder / "odd")[0] == "failed"
 
 
 class TestStop:

@@ -14,7 +14,7 @@ import pytest
 
 from determined_amp import __main__ as door
 from tests.pages import commands
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 COMMANDS = commands((ROOT / "README.md").read_text())
 OURS = "det-amp "

@@ -16,10 +16,10 @@ from determined_amp.amp.plain_data import Values
 from determined_amp.compare import runs
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from tests import strangers, training
+from tests import run_here, strangers
 from tests.precisions import write_run
 from tests.reporting import scored, write_study
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 MLP = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 BF16 = MLP.with_name("bf16.yaml")
@@ -300,7 +300,7 @@ def ended(tmp_path_factory):
     write_files(folder)
     before = {*folder.rglob("*")}
     lines = json.dumps([*SAID_AT_ONCE, REPORT, EXPLAIN, SOUND])
-    training.outcome("-c", PROGRAM, input=lines, cwd=folder, timeout=120, check=True)
+    run_here.outcome("-c", PROGRAM, input=lines, cwd=folder, timeout=120, check=True)
     results = json.loads((folder / "ended.json").read_text())
     made = {path.relative_to(folder).parts[0] for path in {*folder.rglob("*")} - before}
     assert made == {"ended.json", "fp32"}  # the report

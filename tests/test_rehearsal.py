@@ -32,7 +32,7 @@ from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import in_training, wrapped_scaler
 from tests import harness
 from tests.loss_scale import config, looked_at, train
-from tests.training import ROOT, SMALL, digest
+from tests.run_here import ROOT, SMALL, digest
 
 
 def state(trial):

@@ -8,7 +8,7 @@ import pytest
 
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.runs.folder import read_record
-from tests import killed_rounds, strangers, training
+from tests import killed_rounds, run_here, strangers
 from tests.harness import same_bits
 
 TRIALS = {
@@ -30,39 +30,39 @@ def undisturbed(request, tmp_path_factory):
     name, *overrides = TRIALS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     entrypoint = f"entrypoint=tests.strangers:{name}"
-    config = with_overrides(training.STRANGE, [entrypoint, *overrides])
-    path = training.write_yaml(folder, config)
-    training.run(folder / "run", path)
+    config = with_overrides(run_here.STRANGE, [entrypoint, *overrides])
+    path = run_here.write_yaml(folder, config)
+    run_here.run(folder / "run", path)
     return getattr(strangers, name), path, folder / "run"
 
 
 def crash(trial, path, run):
     """Lose the run in a batch; an epoch is 5 or 6, a checkpoint every fourth."""
-    with training.killed_in_batch(10, trial):
-        training.run(run, path)
+    with run_here.killed_in_batch(10, trial):
+        run_here.run(run, path)
 
 
 def end_within_an_epoch(trial, path, run):
     """End the run with a validation more than the longer one has, which draws, too."""
     length = 8 if "aggregation_frequency" in Path(path).read_text() else 7
-    training.run(run, path, "--config", f"searcher.max_length.batches={length}")
+    run_here.run(run, path, "--config", f"searcher.max_length.batches={length}")
 
 
 @pytest.mark.parametrize("stop", [crash, end_within_an_epoch])
 def test_resumed_run_is_the_undisturbed_one_to_the_bit(stop, undisturbed, tmp_path):
     trial, path, whole = undisturbed
     stop(trial, path, tmp_path)
-    training.resume(tmp_path, "--config", LONGER)
-    assert same_bits(*(training.checkpoint(run, 12) for run in (tmp_path, whole)))
+    run_here.resume(tmp_path, "--config", LONGER)
+    assert same_bits(*(run_here.checkpoint(run, 12) for run in (tmp_path, whole)))
     if stop is crash:
-        assert training.same_numbers(tmp_path) == training.same_numbers(whole)
+        assert run_here.same_numbers(tmp_path) == run_here.same_numbers(whole)
 
 
 def test_kills_at_random_moments_lose_nothing(tmp_path):
     """See `tests.killed_rounds`."""
     printed = tmp_path / "printed"
-    child = training.fork(lambda: killed_rounds.main(tmp_path), printed)
-    assert training.wait(child) == 0, printed.read_text()
+    child = run_here.fork(lambda: killed_rounds.main(tmp_path), printed)
+    assert run_here.wait(child) == 0, printed.read_text()
 
 
 # A schedule that moves, growth of the scale, and accumulation: all of it has to be
@@ -80,8 +80,8 @@ def killed_run(tmp_path):
     """A run of 12 batches that was lost in the 11th; its newest checkpoint is after the
     8th.
     """
-    with training.killed_in_batch(10):
-        training.run_small("mlp/amp.yaml", tmp_path / "run", *RICH)
+    with run_here.killed_in_batch(10):
+        run_here.run_small("mlp/amp.yaml", tmp_path / "run", *RICH)
     return tmp_path / "run"
 
 
@@ -91,7 +91,7 @@ def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(killed_run):
 
     Two more steps with growth_interval 2 and growth_factor 4: 2^17 * 4 after the first.
     """
-    state = training.checkpoint(killed_run, 8)["scaler_state_dict"]
+    state = run_here.checkpoint(killed_run, 8)["scaler_state_dict"]
     assert (state["scale"], state["_growth_tracker"]) == (2.0**17, 1)
     changes = (
         "init_scale=2.0",
@@ -100,8 +100,8 @@ def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(killed_run):
         "backoff_factor=0.25",
     )
     options = [f"hyperparameters.amp.{change}" for change in changes]
-    training.resume(killed_run, *(word for o in options for word in ("--config", o)))
-    after = training.checkpoint(killed_run, 12)["scaler_state_dict"]
+    run_here.resume(killed_run, *(word for o in options for word in ("--config", o)))
+    after = run_here.checkpoint(killed_run, 12)["scaler_state_dict"]
     assert after == {
         "scale": 2.0**19,
         "growth_factor": 4.0,
@@ -113,7 +113,7 @@ def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(killed_run):
 
 def test_resumed_run_says_where_it_begins_and_adds_a_part(killed_run, capsys):
     (first,) = read_record(killed_run).parts
-    training.resume(killed_run)
+    run_here.resume(killed_run)
     assert "mlp-amp: resumed from batch 8 of 12\n" in capsys.readouterr().out
     assert "partial checkpoint" not in (killed_run / "log.txt").read_text()
     run = read_record(killed_run)
@@ -124,12 +124,12 @@ def test_resumed_run_says_where_it_begins_and_adds_a_part(killed_run, capsys):
 
 
 def test_resumed_run_of_another_precision_goes_on_and_is_recorded(killed_run, caplog):
-    folder = training.resume(
-        killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1])
+    folder = run_here.resume(
+        killed_run, *run_here.arguments("mlp/fp32.yaml", *RICH[:-1])
     )
     name = "hyperparameters.amp.precision"
     changed = f"{name} changed from amp_fp16 to fp32 at the resume after 8 batches"
     assert changed in read_record(folder).changes
     assert changed in caplog.text
-    assert "scaler_state_dict" not in training.checkpoint(folder, 12)
-    assert training.metrics(folder)[-2]["watch_applied_steps"] == 6
+    assert "scaler_state_dict" not in run_here.checkpoint(folder, 12)
+    assert run_here.metrics(folder)[-2]["watch_applied_steps"] == 6

@@ -15,7 +15,7 @@ from determined_amp.runs.run import (
     RunState,
     Spread,
 )
-from tests import training
+from tests import run_here
 from tests.precisions import GPU, made_on, run, write_run
 
 SETTINGS = {
@@ -209,7 +209,7 @@ def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path):
 
 def test_run_whose_process_is_gone_was_killed(tmp_path):
     folder = write_run(tmp_path / "a", "fp32", 1, last_batch=60)
-    with training.locked_by_another_process(folder):
+    with run_here.locked_by_another_process(folder):
         running = read_run(folder)
     killed = read_run(folder)
     assert (running.state, running.reason) == (

@@ -23,7 +23,7 @@ from determined_amp.finder.scoring import NoScaleError, score_batches
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.loss_scale import score
 from tests.loss_scale import config, prediction_of
-from tests.training import ROOT, SMALL
+from tests.run_here import ROOT, SMALL
 
 
 class TestTerms:

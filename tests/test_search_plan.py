@@ -18,7 +18,7 @@ from determined_amp.search.search_plan import (
     read_searcher,
 )
 from tests import searching
-from tests.training import STRANGE
+from tests.run_here import STRANGE
 
 ASHA = {
     "name": "adaptive_asha",

@@ -19,7 +19,7 @@ from determined_amp.report.search_report import panels_of, write_search_report
 from determined_amp.runs.run import Report, Run, RunState
 from determined_amp.search.search_display import closing_lines
 from determined_amp.search.search_folder import Search, read_search
-from tests import training
+from tests import run_here
 from tests.reporting import (
     SEARCH,
     found_scale,
@@ -42,8 +42,8 @@ def workplace(tmp_path, monkeypatch):
     search.
     """
     monkeypatch.chdir(tmp_path)
-    config = read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml"))
-    training.write_yaml(tmp_path, with_overrides(config, training.SMALL))
+    config = read_yaml(str(run_here.ROOT / "experiment_configs/mlp/amp.yaml"))
+    run_here.write_yaml(tmp_path, with_overrides(config, run_here.SMALL))
     write_study(tmp_path / "study", TRIALS)
     return tmp_path
 
@@ -85,7 +85,7 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
 
 
 def test_answer_that_cannot_be_written_is_a_sentence(workplace, refusal):
-    with training.no_file_larger_than(1000):
+    with run_here.no_file_larger_than(1000):
         said = refusal("find", "experiment.yaml", "--batches", "1", "--json", "a.json")
     assert said == "error: a.json cannot be written: File too large\n"
     assert not list(workplace.glob("*a.json*"))

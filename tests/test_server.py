@@ -3,7 +3,7 @@
 import os
 import signal
 
-from tests import training
+from tests import run_here
 
 
 def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path):
@@ -21,7 +21,7 @@ def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path):
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )
     (tmp_path / "takes_long.py").write_text("import time; time.sleep(1)")
-    done = training.outcome(
+    done = run_here.outcome(
         "-c", program, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import sys
 import pytest
 import yaml
 
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 HOOK = (ROOT / "startup-hook.sh").read_text()
 NEEDED = {"yaml": "pyyaml", "tensorboard": "tensorboard", "rich": "rich"}

@@ -20,7 +20,7 @@ from determined_amp.search.search_folder import (
 )
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import next_trial, open_study, storing
-from tests import searching, training
+from tests import run_here, searching
 from tests.reporting import SEARCH, scored, write_study
 from tests.searching import COMPLETED, DEAD, Ended, Staged
 
@@ -65,7 +65,7 @@ def test_database_on_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     refused = pytest.raises(
         UserError, match=r"its files cannot be read or written: .*disk.*--resume"
     )
-    with refused, storing(tmp_path), training.no_file_larger_than(1000):
+    with refused, storing(tmp_path), run_here.no_file_larger_than(1000):
         next_trial(study, three_scales())
     assert next_trial(study_in(tmp_path)[0], three_scales()).number == 0
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from tests.run_here import ROOT, outcome
 from tests.test_check_scripts import write_script
-from tests.training import ROOT, outcome
 
 # What a user of torch alone does: `AmpLoop`, the finder, the audit, the doctor and its
 # command.

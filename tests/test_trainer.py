@@ -15,10 +15,10 @@ from determined_amp.local.logs import Terminal
 from determined_amp.local.trainer import LocalRun, train
 from determined_amp.runs.folder import RunFolder, complete_checkpoints
 from determined_amp.search.trial_process import _asking
-from tests import training
+from tests import run_here
 
-PATH = str(training.ROOT / "experiment_configs/mlp/bf16.yaml")
-EXPERIMENT = parse(with_overrides(read_yaml(PATH), training.SMALL), PATH)
+PATH = str(run_here.ROOT / "experiment_configs/mlp/bf16.yaml")
+EXPERIMENT = parse(with_overrides(read_yaml(PATH), run_here.SMALL), PATH)
 
 
 @pytest.mark.parametrize(("stops_at", "end"), [(0, "completed"), (6, "pruned")])
@@ -33,9 +33,9 @@ def test_search_is_asked_after_every_report_and_can_stop_the_run(
         return asked[-1] != ("validation", stops_at)
 
     train(EXPERIMENT, lambda: RunFolder(tmp_path), Resume(), goes_on)
-    lines = [(line["group"], line["batches"]) for line in training.metrics(tmp_path)]
+    lines = [(line["group"], line["batches"]) for line in run_here.metrics(tmp_path)]
     assert asked == [("start", 0), *lines]
-    assert training.end(tmp_path)[0] == end
+    assert run_here.end(tmp_path)[0] == end
     newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
     assert newest.name == f"batch-{stops_at or 12:08d}"
     assert capsys.readouterr().out == ""
@@ -52,7 +52,7 @@ def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path):
     assert [batches for batches in range(6) if run.best.is_after(batches)] == [4]
     assert run.get_experiment_best_validation() == 0.25
     line = {"validation_loss": 0.5, "other": -1, "group": "validation", "batches": 1}
-    assert training.metrics(tmp_path)[0] == line
+    assert run_here.metrics(tmp_path)[0] == line
 
 
 @pytest.mark.parametrize("smaller_is_better", [True, False])
@@ -69,7 +69,7 @@ def test_trial_whose_search_was_killed_stops_with_a_checkpoint(tmp_path):
     ours, theirs = multiprocessing.Pipe()
     ours.close()
     train(EXPERIMENT, lambda: RunFolder(tmp_path), Resume(), _asking(theirs))
-    state, reason, batches = training.end(tmp_path)
+    state, reason, batches = run_here.end(tmp_path)
     assert (state, reason) == ("stopped", "stopped by SIGTERM")
     assert 0 < batches < 12
     assert complete_checkpoints(tmp_path / "checkpoints")

@@ -14,8 +14,8 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import read_metadata
 from determined_amp.runs.folder import complete_checkpoints, read_metrics
-from tests import strangers, training
-from tests.training import STRANGE, problems_of, run
+from tests import run_here, strangers
+from tests.run_here import STRANGE, problems_of, run
 
 TRIAL = STRANGE["entrypoint"]
 
@@ -32,7 +32,7 @@ def write(folder, *overrides, without=()):
     config = {
         key: value for key, value in changed(*overrides).items() if key not in without
     }
-    return training.write_yaml(folder, config)
+    return run_here.write_yaml(folder, config)
 
 
 class TestDeterminedsForm:
@@ -144,7 +144,7 @@ class TestTraining:
         assert recorded["entrypoint"] == f"{train} --trial tests.strangers:make"
         assert recorded["reproducibility"] == {"experiment_seed": 0}
         assert recorded["hyperparameters"] == {"lr": 0.1}  # as the trial gets them
-        training.resume(found, "--config", "searcher.max_length.batches=14")
+        run_here.resume(found, "--config", "searcher.max_length.batches=14")
 
     def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path):
         """A step of SGD by the mean of two gradients, at twice the rate, is one by
@@ -160,7 +160,7 @@ class TestTraining:
                 f"optimizations.average_aggregated_gradients={average}",
             )
             found = run(tmp_path / average, config)
-            weights.append(training.checkpoint(found, 2)["models_state_dict"][0])
+            weights.append(run_here.checkpoint(found, 2)["models_state_dict"][0])
         for name, weight in weights[0].items():
             assert torch.allclose(weight, weights[1][name], rtol=0, atol=1e-7)
 
@@ -177,15 +177,15 @@ class TestTraining:
         names = "allowed: batches, epochs, val_loss"
         assert f"searcher.metric: got {metric}, which {fault}; {names}" in said
         (saved,) = complete_checkpoints(folder / "checkpoints")
-        assert read_metadata(saved)["steps_completed"] == training.end(folder)[2] == 6
-        training.resume(folder, "--config", "searcher.metric=val_loss")
+        assert read_metadata(saved)["steps_completed"] == run_here.end(folder)[2] == 6
+        run_here.resume(folder, "--config", "searcher.metric=val_loss")
 
     def test_run_without_a_metric_and_with_an_infinite_mask_is_resumed(self, tmp_path):
         masked = "entrypoint=tests.test_training:Masked"
         searcher = "searcher={name: single, max_length: {batches: 4}}"
         found = run(tmp_path / "run", write(tmp_path, masked, searcher))
-        training.resume(found, "--config", "searcher.max_length.batches=6")
-        assert training.end(found) == ("completed", "", 6)
+        run_here.resume(found, "--config", "searcher.max_length.batches=6")
+        assert run_here.end(found) == ("completed", "", 6)
 
 
 def test_audit_of_a_trial_without_mixed_precision_judges_nothing(tmp_path, capsys):

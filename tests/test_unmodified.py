@@ -36,7 +36,7 @@ from tests.harness import (
     fit_as_it_is,
     same_bits,
 )
-from tests.training import computed
+from tests.run_here import computed
 from tests.trials import Converted, Plain
 
 # A scheduler that Determined moves is moved by a skipped first step, too.

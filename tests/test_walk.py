@@ -14,7 +14,7 @@ import determined_amp
 from determined_amp import AmpLoop, AmpSettings, Precision
 from determined_amp.trial.batches import Batches
 from tests.harness import fit, fit_as_it_is
-from tests.training import ROOT
+from tests.run_here import ROOT
 from tests.trials import FP16_SECTION, Weights
 
 PAGE = ROOT / "docs" / "architecture.md"

@@ -15,7 +15,7 @@ from determined_amp import ConfigError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.search.search_plan import SearchPlan
 from tests.pages import blocks
-from tests.training import ROOT
+from tests.run_here import ROOT
 
 TEMPLATE = ROOT / "docs" / "your_trial"
 PAGE = (ROOT / "docs" / "your_trial.md").read_text()

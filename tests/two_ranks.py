@@ -33,7 +33,7 @@ from determined_amp.amp.rehearse.restored import undisturbed
 from determined_amp.local.processes import process_group
 from determined_amp.trial.batches import Batches
 from determined_amp.trial.determined_private import amp_of
-from tests import habits, strangers, training
+from tests import habits, run_here, strangers
 from tests.harness import fit, fit_as_it_is
 from tests.trials import (
     INF,
@@ -148,12 +148,12 @@ def unmodified():
             optimizers = [
                 optimizer.state_dict() for optimizer in made.context.optimizers
             ]
-            trained[trial.__name__] = training.digest([weights, optimizers])
+            trained[trial.__name__] = run_here.digest([weights, optimizers])
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
         options = {"aggregation_frequency": 2, "processes": processes}
         made = fit_as_it_is(habits.LoudAtFirst, amp, batches=4, **options)
-        trained["loud"] = training.digest(made.trial.model.state_dict())
+        trained["loud"] = run_here.digest(made.trial.model.state_dict())
         mixed = amp_of(made.context)
         assert mixed is not None
         counts = mixed.steps(made.trial.optimizer)
@@ -187,7 +187,7 @@ def found():
         made = fit_as_it_is(LoudOnOneRank, amp, batches=2, processes=processes)
     mixed = amp_of(made.context)
     assert mixed is not None
-    weights = training.digest(made.trial.model.state_dict())
+    weights = run_here.digest(made.trial.model.state_dict())
     return {
         "found": processes.rank,
         "scale": mixed.scaler.get_scale(),
@@ -276,7 +276,7 @@ def shuffled():
         "seen": whole.trial.seen,
         "resumed": first.trial.seen + second.trial.seen,
         "weights": [
-            training.digest(each.trial.model.state_dict()) for each in (whole, second)
+            run_here.digest(each.trial.model.state_dict()) for each in (whole, second)
         ],
     }
 
@@ -333,16 +333,16 @@ def main(rank, folder):
     for part in (two_weights, unmodified, found, shuffled, own_loop):
         say(part())
     say(own_loop(torch_alone=True))
-    training.run_small("mlp/fp32.yaml", folder / "two")
+    run_here.run_small("mlp/fp32.yaml", folder / "two")
     torch._dynamo.utils.counters.clear()  # of what the forked process had compiled
     # captures graphs, as Inductor does
     compiler = partial(torch.compile, backend="aot_eager")
     with patched(torch, "compile", lambda forward, mode: compiler(forward)):
         compiled = "hyperparameters.amp.compile=default"
-        training.run_small("mlp/fp32.yaml", folder / "compiled", compiled)
+        run_here.run_small("mlp/fp32.yaml", folder / "compiled", compiled)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     say({"compiled": processes.rank, "graphs": graphs})
-    odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
+    odd = run_here.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
     assert door.main(["train", *odd, "--run-folder", str(folder / "odd")]) == 2
     distributed.destroy_process_group()
 

@@ -1,5 +1,5 @@
-"""Local runs of a small MLP for the tests: a few seconds' worth of Determined's
-loop.
+"""Runs of a small MLP in this process, a few seconds' worth of Determined's loop; and
+what a test reads of their folders.
 """
 
 from __future__ import annotations
