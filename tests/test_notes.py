@@ -100,7 +100,7 @@ class TestFailureBeforeAContext:
 
 class TestMetadata:
     def test_metadata_of_a_run_on_a_cluster_has_precision_scale_and_failure(self):
-        watched = guard(searcher="random")
+        watched = guard(name="random")
         master = Master(
             {"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}}
         )
