@@ -93,7 +93,7 @@ class Run:
     def pause(self):
         """Pause it after its first report, and wait for the checkpoint of the pause."""
         self.wait_for_report()
-        self.det("pause")
+        self.experiment.pause()  # at once: the command line takes seconds to begin
         wait_until(
             lambda: self.newest_checkpoint_batches() > 0, "the checkpoint of the pause"
         )
