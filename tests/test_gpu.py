@@ -108,7 +108,7 @@ def test_batches_never_wait(precision, config, overrides):
         pytest.importorskip("diffusers")
     changes = (*overrides, *amp(precision=precision.value))
     run = train(refusing_to_wait, f"{config}/fp32.yaml", *changes)
-    assert run.dtypes == {precision.autocast_dtype or torch.float32}
+    assert run.trial.dtypes == {precision.autocast_dtype or torch.float32}
     assert run.trial.optimizer.defaults["fused"] is True
     # The first steps at the default loss scale may overflow, and are then skipped.
     assert int(run.trial.amp.applied_steps) >= 1
@@ -201,7 +201,7 @@ def test_autocast_saves_memory_and_keeps_float32_weights(precision):
     skip_if_emulated(precision)
     full = train_resnet(Precision.FP32)[1]
     run, mixed = train_resnet(precision)
-    assert run.dtypes == {precision.autocast_dtype}
+    assert run.trial.dtypes == {precision.autocast_dtype}
     for parameter in run.trial.model.parameters():
         assert parameter.dtype is torch.float32
         if parameter.dim() == 4:
